@@ -1,0 +1,19 @@
+"""Encoded buffers across ranks: the layout of slots, the compressed collectives, the wire, the byte ledger."""
+
+from thinwire.collectives.layout import CHUNK, Chunk, Layout, Place, Slot
+from thinwire.collectives.ledger import CONTROL, Ledger, LedgerRow, all_reduce_bytes
+from thinwire.collectives.wire import CollectiveError, Wire
+
+__all__ = [
+    "CHUNK",
+    "CONTROL",
+    "Chunk",
+    "CollectiveError",
+    "Layout",
+    "Ledger",
+    "LedgerRow",
+    "Place",
+    "Slot",
+    "Wire",
+    "all_reduce_bytes",
+]

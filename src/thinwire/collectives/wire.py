@@ -1,0 +1,177 @@
+"""The wire: one group of ranks, its process groups per phase, its worker and its ledger.
+
+Collectives here move bytes (and, for the dense reducer, float32 sums); they know nothing of slots or
+feedback. Each phase has a process group of its own, so that outstanding collectives of different phases
+cannot meet, and each is used by the one worker thread alone, control traffic by the caller's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from thinwire.collectives.ledger import CONTROL, Ledger, all_reduce_bytes
+from thinwire.collectives.pipeline import Pending, Pipeline, Task
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 3.0
+"""How long a rank whose collective failed waits for the others to say that they are alive."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed or timed out. The message names this rank, the op, the slots and who is missing."""
+
+
+class Wire:
+    """A group of ranks over which reducers average.
+
+    `group` None is the default process group, or a world of one rank where none is initialised. `timeout`
+    None is that of the group. Making a wire and asking for a phase are collective: all ranks of the group
+    do both in the same order.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | None = None,
+        timeout: timedelta | None = None,
+        scope: str = "world",
+    ) -> None:
+        self.scope = scope
+        self.device = device or torch.device("cpu")
+        self.ledger = Ledger()
+        self.rank, self.world_size = 0, 1
+        self._ranks: list[int] = [0]
+        self._timeout = timeout
+        self._phases: dict[str, dist.ProcessGroup] = {}
+        if dist.is_available() and dist.is_initialized():
+            group = group if group is not None else dist.distributed_c10d._get_default_group()
+            self._ranks = dist.get_process_group_ranks(group)
+            self.rank, self.world_size = dist.get_rank(group), len(self._ranks)
+            self._timeout = timeout or _group_timeout(group, self.device)
+        self._pipeline = Pipeline(self.device, self._explain)
+        if self.world_size > 1:
+            self.phase(CONTROL)
+
+    def phase(self, name: str) -> dist.ProcessGroup:
+        """The process group of a phase, made at its first mention (then it is a collective call)."""
+        if name not in self._phases:
+            new = dist.new_group(
+                self._ranks,
+                timeout=self._timeout,
+                use_local_synchronization=True,
+                group_desc=f"thinwire {self.scope} {name}",
+            )
+            # Connect now: gloo's first collective on a group could otherwise outlast the timeout.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=new)
+            self._phases[name] = new
+        return self._phases[name]
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds the worker spent encoding, decoding and copying."""
+        return self._pipeline.busy_seconds
+
+    @property
+    def error(self) -> Exception | None:
+        """What broke this wire, if anything did."""
+        return self._pipeline.error
+
+    def submit(
+        self, tasks: Sequence[Task], label: str, on_done: Callable[[], None] = lambda: None
+    ) -> Future[None]:
+        """Run `tasks` on the worker; `label` names the slots in errors."""
+        return self._pipeline.submit(tasks, label, on_done)
+
+    def all_to_all(self, out: Tensor, send: Tensor) -> Pending:
+        """Start sending row i of `send`, uint8 (W-1, nbytes), to the i-th other rank, into the rows of `out`.
+
+        Sends (W-1) nbytes; rows are the other ranks in rank order.
+        """
+        nbytes = send.shape[1]
+        splits = [0 if rank == self.rank else nbytes for rank in range(self.world_size)]
+        work = dist.all_to_all_single(
+            out.view(-1), send.view(-1), splits, splits, group=self.phase("scatter"), async_op=True
+        )
+        self._record("all_to_all", "scatter", send.numel(), send.numel())
+        return Pending("scatter", "all_to_all", work)
+
+    def all_gather(self, out: Tensor, send: Tensor) -> Pending:
+        """Start gathering `send`, uint8 (nbytes,), of every rank into `out`, (W, nbytes). Sends (W-1) nbytes."""
+        work = dist.all_gather_single(out.view(-1), send, group=self.phase("gather"), async_op=True)
+        self._record("all_gather", "gather", send.numel(), (self.world_size - 1) * send.numel())
+        return Pending("gather", "all_gather", work)
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Start summing `tensor` over the ranks in place. Sends 2 (W-1)/W of its bytes."""
+        work = dist.all_reduce(tensor, group=self.phase("dense"), async_op=True)
+        self._record("all_reduce", "dense", tensor.nbytes, all_reduce_bytes(tensor.nbytes, self.world_size))
+        return Pending("dense", "all_reduce", work)
+
+    def control_all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce a small tensor over the ranks, in place and at once; counted as control traffic."""
+        if self.world_size > 1:
+            try:
+                dist.all_reduce(tensor, op=op, group=self._phases[CONTROL])
+            except RuntimeError as error:
+                raise self._explain("all_reduce", "control values", error) from error
+            sent = all_reduce_bytes(tensor.nbytes, self.world_size)
+            self._record("all_reduce", CONTROL, tensor.nbytes, sent)
+        return tensor
+
+    def control_all_gather(self, tensor: Tensor) -> Tensor:
+        """A small tensor of every rank, stacked, at once; counted as control traffic."""
+        if self.world_size == 1:
+            return tensor[None]
+        out = tensor.new_empty((self.world_size, *tensor.shape))
+        try:
+            dist.all_gather_single(out.view(-1), tensor.view(-1), group=self._phases[CONTROL])
+        except RuntimeError as error:
+            raise self._explain("all_gather", "control values", error) from error
+        self._record("all_gather", CONTROL, tensor.nbytes, (self.world_size - 1) * tensor.nbytes)
+        return out
+
+    def close(self) -> None:
+        """End the worker. The process groups live on, as torch's do, until destroy_process_group."""
+        self._pipeline.close()
+
+    def _record(self, op: str, phase: str, payload: int, sent: int) -> None:
+        self.ledger.record(op, phase=phase, scope=self.scope, payload_bytes=payload, sent_bytes=sent)
+
+    def _explain(self, op: str, label: str, error: Exception) -> CollectiveError:
+        missing = self._missing_ranks()
+        who = f"; no answer from rank {', '.join(map(str, missing))}" if missing else ""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return CollectiveError(f"rank {self.rank}: {op} of {label} failed{who}: {reason}")
+
+    def _missing_ranks(self) -> list[int]:
+        """Ranks that do not say within a few seconds that they saw a failure too: dead, stopped or stuck."""
+        if self.world_size == 1:
+            return []
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            key = "thinwire/failed/" + ",".join(map(str, self._ranks))
+            store.set(f"{key}/{self.rank}", "alive")
+            missing = set(range(self.world_size))
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while missing and time.monotonic() < deadline:
+                missing -= {rank for rank in missing if store.check([f"{key}/{rank}"])}
+                time.sleep(0.05)
+        except RuntimeError as error:  # the store lives in a process that may be the dead one
+            logger.debug("the store cannot tell which rank failed: %s", error)
+            return []
+        return sorted(missing)
+
+
+def _group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout

@@ -1,0 +1,57 @@
+"""How a kernel runs: eagerly, or fused by torch.compile, with the same bits.
+
+A kernel is a plain function `kernel(*tensors) -> None` that writes into its last arguments. Compiled, one
+shape is specialised (the full chunk) and one dynamic version serves every other; short tails stay eager,
+since a compiled call costs some 40 microseconds. Scale and code views are *arguments* of a kernel:
+slicing or reinterpreting a buffer inside it stops the compiler from vectorising.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+Kernel = Callable[..., None]
+
+SHORT = 1 << 15
+"""Chunks of fewer elements than this run eagerly even where kernels are compiled."""
+
+
+def eager(kernel: Kernel, *tensors: Tensor) -> None:
+    """Run the kernel op by op."""
+    kernel(*tensors)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Run kernels through torch.compile, specialised for chunks of `chunk` elements."""
+
+    chunk: int
+
+    def __call__(self, kernel: Kernel, *tensors: Tensor) -> None:
+        numel = max(t.numel() for t in tensors)
+        if numel < SHORT:
+            kernel(*tensors)
+            return
+        # Guards see the grad mode: the worker thread and the backward pass must agree on it.
+        with torch.no_grad():
+            _compiled(kernel, numel != self.chunk)(*tensors)
+
+
+@functools.cache
+def _compiled(kernel: Kernel, dynamic: bool) -> Kernel:
+    logger.info("compiling %s (some 20 s the first time, cached on disk afterwards)", kernel.__name__)
+    return torch.compile(kernel, dynamic=dynamic, fullgraph=True)
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile has the compiler it needs on `device` (on the CPU, a C++ compiler)."""
+    return device.type != "cpu" or any(shutil.which(name) for name in ("g++", "clang++", "c++"))

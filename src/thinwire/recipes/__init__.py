@@ -1,0 +1,30 @@
+"""Recipes: whole methods by name, one file each."""
+
+from __future__ import annotations
+
+from thinwire.recipes import ddp, ddp_bf16, fp8, fp8_ef
+from thinwire.recipes.recipe import Recipe
+
+__all__ = ["Recipe", "get", "names"]
+
+_RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        ddp.RECIPE,
+        ddp_bf16.RECIPE,
+        fp8.RECIPE,
+        fp8_ef.RECIPE,
+    )
+}
+
+
+def names() -> tuple[str, ...]:
+    """Names of all recipes."""
+    return tuple(_RECIPES)
+
+
+def get(name: str) -> Recipe:
+    """The recipe called `name`. Raises ValueError listing the names."""
+    if name not in _RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; choose one of {', '.join(_RECIPES)}")
+    return _RECIPES[name]

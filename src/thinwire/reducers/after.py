@@ -1,0 +1,85 @@
+"""After: a warm-up. The first `steps` reductions go through `before` (dense unless told), then `reducer`.
+
+Early gradients are large and change quickly, so lossy reducers often start after some dense steps; reductions
+are counted, and the count is part of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+from torch.futures import Future
+
+from thinwire.collectives import Slot, Wire
+from thinwire.reducers.combined import combined_state, load_combined_state, roll_back_each
+from thinwire.reducers.dense import Dense
+from thinwire.reducers.reducer import BoundReducer, Reducer, State
+
+
+@dataclass(frozen=True)
+class After:
+    """`before` for the first `steps` reductions, then `reducer`."""
+
+    steps: int
+    reducer: Reducer
+    before: Reducer = field(default_factory=Dense)
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ValueError(f"After needs a number of reductions of at least 0, got {self.steps}")
+
+    def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundAfter:
+        parts = {"before": self.before.bind(slots, wire), "after": self.reducer.bind(slots, wire)}
+        return BoundAfter(self.steps, parts)
+
+    def sent_bytes(self, slots: Sequence[Slot], world_size: int) -> int:
+        """After the warm-up."""
+        return self.reducer.sent_bytes(slots, world_size)
+
+
+class BoundAfter:
+    """Two bound reducers and the count that chooses between them."""
+
+    def __init__(self, steps: int, parts: Mapping[str, BoundReducer]) -> None:
+        self._steps = steps
+        self._parts = parts
+        self._reductions = 0
+
+    @property
+    def replicas(self) -> Literal["identical", "drift"]:
+        return self._now.replicas
+
+    @property
+    def _now(self) -> BoundReducer:
+        return self._parts["before" if self._reductions <= self._steps else "after"]
+
+    def begin(self) -> None:
+        self._reductions += 1
+        self._now.begin()
+
+    def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
+        return self._now.all_reduce(named, weight=weight)
+
+    def reduce_scatter(
+        self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
+    ) -> Future[None]:
+        return self._now.reduce_scatter(named, out, weight=weight)
+
+    def rollback(self, names: Sequence[str] | None = None) -> None:
+        roll_back_each(self._parts, names)
+
+    def set_loss_scale(self, scale: float) -> None:
+        for part in self._parts.values():
+            part.set_loss_scale(scale)
+
+    def state_dict(self) -> State:
+        return combined_state(self._parts, self._reductions)
+
+    def load_state_dict(self, state: State) -> None:
+        self._reductions = load_combined_state(self._parts, state)
+
+    def memory_bytes(self) -> int:
+        return sum(part.memory_bytes() for part in self._parts.values())

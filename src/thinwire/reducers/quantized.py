@@ -1,0 +1,242 @@
+"""Quantized: the mean through a low-precision format, in two compressed phases, with two-stage error feedback.
+
+Without feedback what the encodings round away is lost. With `feedback="error"` it is kept and added to the
+next reduction: each rank keeps what its own encoding left out (the sender's residual), and the owner of a
+piece what the encoding of the mean left out (the owner's). Together:
+
+    sum of applied means + sum over ranks of residuals = sum of the exact means        (to float32 rounding)
+
+A rank's residual is one float32 number per element, in units of the mean: what rank r still owes to the
+mean. It is laid out as the work matrix is, (world size, message length): row w is owed to owner w, and the
+own row is what this rank as owner still owes to everybody. (An owner's contribution to its own piece is
+never encoded, so it leaves nothing out and needs no memory.)
+
+Memory: 8 bytes per element and rank, work matrix and residual; 4 without feedback. The work matrix becomes
+the new residual when the reduction is committed, at the next `begin`.
+Error feedback: 1-bit SGD (Seide et al. 2014); for both stages DoubleSqueeze (arXiv 1905.05957).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from thinwire.collectives import CHUNK, Chunk, Layout, Slot, Wire
+from thinwire.collectives.pipeline import Task
+from thinwire.collectives.two_phase import Buffers, Deliver, TwoPhase
+from thinwire.formats import Format, get
+from thinwire.formats.kernels import can_compile
+from thinwire.reducers.reducer import FORMAT_VERSION, State, check_state_version, done, label
+from thinwire.reducers.region import Region
+from thinwire.reducers.views import Staged
+
+logger = logging.getLogger(__name__)
+
+Feedback = Literal["none", "error"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+COMPILE_FROM = 1 << 23
+"""Elements from which `compile=None` compiles the kernels: below, eager encoding is no bottleneck."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The mean in `format`: about 2 (W-1)/W x bytes per element of the format, sent per rank and reduction."""
+
+    format: str | Format
+    """A name of `thinwire.formats.names()` or a Format."""
+
+    feedback: Feedback = "none"
+    """"error" keeps what the encodings leave out and adds it to the next reduction."""
+
+    compile: bool | None = None
+    """Fuse the kernels with torch.compile (same bits); None: from 8 Mi elements on, where a compiler is found."""
+
+    def __post_init__(self) -> None:
+        get(self.format)
+        if self.feedback not in ("none", "error"):
+            raise ValueError(f"Quantized feedback must be 'none' or 'error', got {self.feedback!r}")
+
+    def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundQuantized:
+        for slot in slots:
+            if slot.dtype not in FLOATS:
+                raise ValueError(
+                    f"Quantized needs float32, bfloat16 or float16, got {slot.dtype} for {slot.name!r}; "
+                    "send it through Dense() with Routed"
+                )
+        return BoundQuantized(self, slots, wire, self._executable(slots, wire))
+
+    def sent_bytes(self, slots: Sequence[Slot], world_size: int) -> int:
+        """As if all slots were sent in one call: buckets only change the padding of chunks to 16 bytes."""
+        if world_size == 1 or not slots:
+            return 0
+        format = get(self.format)
+        chunks = Layout(tuple(slots), world_size, format.block).chunks
+        return 2 * (world_size - 1) * sum(format.nbytes(chunk.spans) for chunk in chunks)
+
+    def _executable(self, slots: Sequence[Slot], wire: Wire) -> Format:
+        format = get(self.format)
+        wanted = self.compile
+        if wanted is None:
+            wanted = wire.world_size > 1 and sum(slot.numel for slot in slots) >= COMPILE_FROM
+        if wanted and not can_compile(wire.device):
+            if self.compile:
+                raise ValueError(
+                    "Quantized(compile=True) needs a C++ compiler: install g++ or leave compile unset"
+                )
+            logger.warning("no C++ compiler found: %s runs uncompiled, several times slower", format.name)
+            wanted = False
+        return format.compiled(CHUNK) if wanted else format
+
+
+class BoundQuantized:
+    """Regions of work matrix and residual, one per set of slots that are reduced together."""
+
+    replicas: Literal["identical", "drift"] = "identical"
+
+    def __init__(self, config: Quantized, slots: Sequence[Slot], wire: Wire, format: Format) -> None:
+        self._wire = wire
+        self._format = format
+        self._slots = {slot.name: slot for slot in slots}
+        self._keeps = config.feedback == "error"
+        self._reductions = 0
+        self._loss_scale = 1.0
+        self._buffers = Buffers(wire.device)
+        self._finite = True  # every mean of the open reduction, as far as this rank sees
+        self._agree = False  # whether ranks must ask each other about that
+        self._open: dict[tuple[str, ...], Future[None]] = {}  # calls of the open reduction
+        self._regions: dict[tuple[str, ...], Region] = {}
+        if wire.world_size > 1:
+            wire.phase("scatter")
+            wire.phase("gather")
+            for slot in slots:
+                self._regions[(slot.name,)] = self._region([slot])
+
+    def begin(self) -> None:
+        self._settle()
+        self._reductions += 1
+
+    def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
+        if self._wire.world_size == 1 or not named:
+            return done(self._wire.device)
+        region = self._open_region(tuple(named))
+        outputs = region.fill(named)
+        step = self._two_phase(region, weight).all_reduce
+        return self._submit(region, step, outputs, whole=True)
+
+    def reduce_scatter(
+        self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
+    ) -> Future[None]:
+        if self._wire.world_size == 1 or not named:
+            for name, piece in out.items():
+                piece.copy_(named[name].view(piece.shape))
+            return done(self._wire.device)
+        region = self._open_region(tuple(named))
+        region.fill(named)
+        self._agree = True  # only its owner sees the mean of a piece
+        step = self._two_phase(region, weight).reduce_scatter
+        return self._submit(region, step, region.pieces(out), whole=False)
+
+    def rollback(self, names: Sequence[str] | None = None) -> None:
+        self._wait()
+        for key in self._open:
+            region = self._regions[key]
+            region.restore([name for name in key if names is None or name in names])
+
+    def set_loss_scale(self, scale: float) -> None:
+        if not scale > 0:
+            raise ValueError(f"the loss scale must be positive, got {scale}")
+        self._loss_scale = scale
+
+    def state_dict(self) -> State:
+        self._settle()
+        state: State = {"format_version": FORMAT_VERSION, "reductions": self._reductions}
+        if self._keeps:
+            for name, slot in self._slots.items():
+                residual = torch.zeros(slot.shape, dtype=torch.float32, device=self._wire.device)
+                if self._regions:
+                    self._home(name).read_residual(name, residual)
+                state[f"residual.{name}"] = residual
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        check_state_version(state)
+        self._settle()
+        for name, slot in self._slots.items() if self._keeps else ():
+            residual = state.get(f"residual.{name}")
+            if residual is None:
+                raise ValueError(f"the reducer state has no residual of {name!r}")
+            if tuple(residual.shape) != tuple(slot.shape):
+                raise ValueError(f"residual of {name!r} has shape {tuple(residual.shape)}, expected {slot.shape}")
+            if self._regions:
+                self._home(name).write_residual(name, residual)
+        self._reductions = int(state["reductions"])
+
+    def memory_bytes(self) -> int:
+        return sum(region.nbytes for region in self._regions.values()) + self._buffers.nbytes
+
+    def _region(self, slots: Sequence[Slot]) -> Region:
+        layout = Layout(tuple(slots), self._wire.world_size, self._format.block)
+        return Region(layout, self._wire.rank, self._wire.device, keeps=self._keeps)
+
+    def _two_phase(self, region: Region, weight: float) -> TwoPhase:
+        scale = weight / self._wire.world_size
+        return TwoPhase(
+            self._wire, self._format, self._buffers, region.work, region.residual, scale, self._loss_scale
+        )
+
+    def _submit(
+        self, region: Region, step: Callable[[Chunk, Deliver], Task], outputs: dict[str, Staged], *, whole: bool
+    ) -> Future[None]:
+        def deliver(chunk: Chunk, owner: int, values: Tensor) -> None:
+            if self._keeps and not bool(values.sum().isfinite()):
+                self._finite = False
+            region.deliver(outputs, chunk, owner, values, whole=whole)
+
+        key = region.key
+        tasks = [step(chunk, deliver) for chunk in region.layout.chunks]
+        self._open[key] = self._wire.submit(tasks, label(key), lambda: region.write_back(outputs))
+        return self._open[key]
+
+    def _open_region(self, key: tuple[str, ...]) -> Region:
+        """The region of these slots. Slots that were reduced in other company before bring their residual."""
+        if unknown := [name for name in key if name not in self._slots]:
+            raise ValueError(f"{label(unknown)} was not among the slots that this reducer was bound to")
+        if busy := [name for other in self._open for name in other if name in key]:
+            raise ValueError(
+                f"{label(busy)} is already in the open reduction; call begin() before reducing it again"
+            )
+        if key not in self._regions:
+            region = self._region([self._slots[name] for name in key])
+            for name in key:
+                self._home(name).hand_over(name, region)
+            self._regions = {k: r for k, r in self._regions.items() if r.names}
+            self._regions[key] = region
+        return self._regions[key]
+
+    def _home(self, name: str) -> Region:
+        return next(region for region in self._regions.values() if name in region.names)
+
+    def _wait(self) -> None:
+        for future in self._open.values():
+            future.wait()
+
+    def _settle(self) -> None:
+        """Commit the open reduction, or drop it where any mean was non-finite: every rank saw the same."""
+        self._wait()
+        if self._agree:
+            flag = torch.tensor([float(self._finite)], device=self._wire.device)
+            self._finite = bool(self._wire.control_all_reduce(flag, dist.ReduceOp.MIN).item())
+        if self._finite:
+            for key in self._open:
+                self._regions[key].commit()
+        self._open.clear()
+        self._finite, self._agree = True, False

@@ -1,0 +1,92 @@
+"""The Reducer: given tensors that differ on each rank, return their mean over the group.
+
+Configuration is frozen, state is bound. A `Reducer` is a frozen dataclass; `bind` makes the object with
+state for given slots on a given wire. Whoever reduces divides, once: every contribution is multiplied by
+weight / world size before the sum, as DDP does. A world of one rank is an exact identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from thinwire.collectives import Slot, Wire
+
+State: TypeAlias = dict[str, Any]
+"""Plain tensors and numbers by name."""
+
+FORMAT_VERSION = 1
+
+
+class BoundReducer(Protocol):
+    """A reducer with state. All ranks make the same calls in the same order."""
+
+    @property
+    def replicas(self) -> Literal["identical", "drift"]:
+        """Whether all ranks hold the same bits after a reduction."""
+
+    def begin(self) -> None:
+        """Open a reduction: settle the previous one (commit its error memory, or drop it if a mean was
+        non-finite)."""
+
+    def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
+        """Replace every tensor by its weighted mean over the group, in its own dtype and strides.
+
+        `named` maps slot names to tensors of the slots' shapes; inputs are read at call time, outputs are
+        complete when the future is. `weight` is this rank's, and the ranks' weights sum to the world size.
+        Calls on disjoint slots may be outstanding together.
+        """
+
+    def reduce_scatter(
+        self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
+    ) -> Future[None]:
+        """Write this rank's piece of every mean into `out`, tensors of as many elements as the piece has."""
+
+    def rollback(self, names: Sequence[str] | None = None) -> None:
+        """Forget what the open reduction would add to the error memory of these slots (None: of all)."""
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Gradients are multiplied by `scale` from the next call on; error memory stays unscaled."""
+
+    def state_dict(self) -> State:
+        """This rank's state, settled: `format_version`, `reductions` and tensors keyed by slot name."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore a state of the same slots. Raises ValueError naming the slot that does not fit."""
+
+    def memory_bytes(self) -> int:
+        """Bytes held on this rank."""
+
+
+@runtime_checkable
+class Reducer(Protocol):
+    """How a mean is made: a frozen configuration."""
+
+    def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundReducer:
+        """Allocate state for `slots` on `wire`. Raises ValueError naming a slot that it cannot reduce."""
+
+    def sent_bytes(self, slots: Sequence[Slot], world_size: int) -> int:
+        """Bytes that one rank sends in one reduction of `slots` over `world_size` ranks."""
+
+
+def done(device: torch.device) -> Future[None]:
+    """A future that is already complete."""
+    future: Future[None] = Future(devices=[device] if device.type == "cuda" else [])
+    future.set_result(None)
+    return future
+
+
+def label(names: Sequence[str]) -> str:
+    """Slot names for a message, shortened."""
+    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "no slots"
+
+
+def check_state_version(state: State) -> None:
+    """Refuse a state of another format version."""
+    version = state.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"reducer state has format_version {version}, this version reads {FORMAT_VERSION}")

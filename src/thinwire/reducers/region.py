@@ -1,0 +1,124 @@
+"""A region: the work matrix and the residual of slots that are reduced in one call.
+
+Both are float32 (world size, message length), in the layout of the call. In a reduction the work matrix
+first holds the contributions, then what the encodings left out: the pending residual. Committing swaps the
+two; rolling back just doesn't. When DDP rebuilds its buckets a slot moves to another region and takes its
+residual along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import Chunk, Layout, Place
+from thinwire.reducers.views import Staged
+
+
+class Region:
+    """Work matrix and, if it `keeps`, residual of the slots of `layout`, for one rank."""
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device, *, keeps: bool) -> None:
+        self.layout = layout
+        self.key = tuple(place.slot.name for place in layout.places)
+        """The slots that are reduced together here."""
+        self.names = set(self.key)
+        """Those of them whose residual lives here."""
+        self._rank = rank
+        self._places = {place.slot.name: place for place in layout.places}
+        shape = (layout.world_size, layout.length)
+        self.work = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.residual = torch.zeros_like(self.work) if keeps else None
+
+    @property
+    def nbytes(self) -> int:
+        return self.work.nbytes * (1 if self.residual is None else 2)
+
+    def fill(self, named: Mapping[str, Tensor]) -> dict[str, Staged]:
+        """Copy the tensors into the work matrix, padding with zeros; returns where their means go."""
+        outputs = {}
+        for name, tensor in named.items():
+            place = self._places[name]
+            if tuple(tensor.shape) != tuple(place.slot.shape):
+                raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}, was bound as {place.slot.shape}")
+            outputs[name] = Staged(tensor)
+            self._spread(outputs[name].flat, self.work, place)
+        return outputs
+
+    def deliver(
+        self, outputs: Mapping[str, Staged], chunk: Chunk, owner: int, values: Tensor, *, whole: bool = True
+    ) -> None:
+        """Write the mean of one chunk of one owner into outputs that are whole slots, or the owner's pieces."""
+        for segment in chunk.segments:
+            place = segment.place
+            length = min(segment.length, place.length(owner) - segment.start)
+            if length > 0:
+                start = segment.start + (owner * place.piece if whole else 0)
+                part = values[segment.column : segment.column + length]
+                outputs[place.slot.name].flat[start : start + length].copy_(part)
+
+    def pieces(self, out: Mapping[str, Tensor]) -> dict[str, Staged]:
+        """Check and stage the tensors that take this rank's pieces."""
+        for name, piece in out.items():
+            expected = self._places[name].length(self._rank)
+            if piece.numel() != expected:
+                raise ValueError(
+                    f"the piece of {name!r} on rank {self._rank} has {expected} elements, got {piece.numel()}"
+                )
+        return {name: Staged(piece) for name, piece in out.items()}
+
+    def write_back(self, outputs: Mapping[str, Staged]) -> None:
+        """Finish outputs that are not contiguous."""
+        for staged in outputs.values():
+            staged.write_back()
+
+    def commit(self) -> None:
+        """The pending residual becomes the residual."""
+        if self.residual is not None:
+            self.work, self.residual = self.residual, self.work
+
+    def restore(self, names: Sequence[str]) -> None:
+        """Make a commit leave the residual of these slots as it is."""
+        if self.residual is not None:
+            for name in names:
+                self._columns(self.work, name).copy_(self._columns(self.residual, name))
+
+    def read_residual(self, name: str, out: Tensor) -> None:
+        """Copy the residual of a slot into `out`, float32 of the slot's shape."""
+        if self.residual is not None:
+            self._collect(self.residual, out.view(-1), self._places[name])
+
+    def write_residual(self, name: str, residual: Tensor) -> None:
+        """Set the residual of a slot from float32 of its shape."""
+        if self.residual is not None:
+            self._spread(residual.reshape(-1), self.residual, self._places[name])
+
+    def hand_over(self, name: str, to: Region) -> None:
+        """Give a slot and its residual to another region."""
+        if self.residual is not None and to.residual is not None:
+            to._columns(to.residual, name).copy_(self._columns(self.residual, name))
+        self.names.discard(name)
+
+    def _columns(self, matrix: Tensor, name: str) -> Tensor:
+        place = self._places[name]
+        return matrix[:, place.offset : place.offset + place.padded]
+
+    def _spread(self, flat: Tensor, matrix: Tensor, place: Place) -> None:
+        """flat (numel,) into the slot's columns of the matrix, zeros where no element lies."""
+        columns = matrix[:, place.offset : place.offset + place.padded]  # (W, padded)
+        full, rest, piece = place.full, place.rest, place.piece
+        if full * piece < columns.numel():
+            columns[:, piece:].zero_()
+            columns[full:].zero_()
+        columns[:full, :piece].copy_(flat[: full * piece].view(full, piece))
+        if rest:
+            columns[full, :rest].copy_(flat[full * piece :])
+
+    def _collect(self, matrix: Tensor, flat: Tensor, place: Place) -> None:
+        columns = matrix[:, place.offset : place.offset + place.padded]
+        full, rest, piece = place.full, place.rest, place.piece
+        flat[: full * piece].view(full, piece).copy_(columns[:full, :piece])
+        if rest:
+            flat[full * piece :].copy_(columns[full, :rest])

@@ -1,0 +1,133 @@
+"""Routed: each slot through the reducer that suits it.
+
+By default matrices of at least 4096 elements go through the given reducer and everything else (biases,
+norms, tiny matrices: a percent of the bytes, and the part that low precision hurts most) through `Dense()`.
+Routes nest: `Routed(a, "embed*", otherwise=Routed(b))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+from torch.futures import Future, collect_all
+
+from thinwire.collectives import Slot, Wire
+from thinwire.reducers.combined import combined_state, load_combined_state, roll_back_each
+from thinwire.reducers.dense import Dense
+from thinwire.reducers.reducer import BoundReducer, Reducer, State, done
+
+Rule: TypeAlias = str | Callable[[Slot], bool]
+
+MATRICES = "matrices"
+SMALL = 4096
+"""Slots of fewer elements do not count as matrices."""
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Slots that match `rule` through `reducer`, the others through `otherwise`."""
+
+    reducer: Reducer
+
+    rule: Rule = MATRICES
+    """"matrices" (floating point of at most 32 bits, two or more dimensions, at least 4096 elements), a glob over
+    slot names, or a predicate of the slot."""
+
+    otherwise: Reducer = field(default_factory=Dense)
+
+    def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundRouted:
+        matched, rest = self._split(slots)
+        parts = {"matched": self.reducer.bind(matched, wire), "otherwise": self.otherwise.bind(rest, wire)}
+        return BoundRouted(parts, {slot.name for slot in matched}, wire)
+
+    def sent_bytes(self, slots: Sequence[Slot], world_size: int) -> int:
+        matched, rest = self._split(slots)
+        return self.reducer.sent_bytes(matched, world_size) + self.otherwise.sent_bytes(rest, world_size)
+
+    def _split(self, slots: Sequence[Slot]) -> tuple[list[Slot], list[Slot]]:
+        matched = [slot for slot in slots if matches(self.rule, slot)]
+        names = {slot.name for slot in matched}
+        return matched, [slot for slot in slots if slot.name not in names]
+
+
+def matches(rule: Rule, slot: Slot) -> bool:
+    """Whether a rule of Routed selects a slot."""
+    if callable(rule):
+        return rule(slot)
+    if rule == MATRICES:
+        small_float = slot.dtype.is_floating_point and slot.dtype.itemsize <= 4
+        return small_float and len(slot.shape) >= 2 and slot.numel >= SMALL
+    return fnmatchcase(slot.name, rule)
+
+
+class BoundRouted:
+    """Two bound reducers on one wire."""
+
+    def __init__(self, parts: Mapping[str, BoundReducer], matched: set[str], wire: Wire) -> None:
+        self._parts = parts
+        self._matched = matched
+        self._wire = wire
+        self._reductions = 0
+
+    @property
+    def replicas(self) -> Literal["identical", "drift"]:
+        drifts = any(part.replicas == "drift" for part in self._parts.values())
+        return "drift" if drifts else "identical"
+
+    def begin(self) -> None:
+        self._reductions += 1
+        for part in self._parts.values():
+            part.begin()
+
+    def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
+        return _both(
+            [part.all_reduce(mine, weight=weight) for part, mine in self._shares(named) if mine], self._wire
+        )
+
+    def reduce_scatter(
+        self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
+    ) -> Future[None]:
+        futures = [
+            part.reduce_scatter(mine, {name: out[name] for name in mine}, weight=weight)
+            for part, mine in self._shares(named)
+            if mine
+        ]
+        return _both(futures, self._wire)
+
+    def rollback(self, names: Sequence[str] | None = None) -> None:
+        roll_back_each(self._parts, names)
+
+    def set_loss_scale(self, scale: float) -> None:
+        for part in self._parts.values():
+            part.set_loss_scale(scale)
+
+    def state_dict(self) -> State:
+        return combined_state(self._parts, self._reductions)
+
+    def load_state_dict(self, state: State) -> None:
+        self._reductions = load_combined_state(self._parts, state)
+
+    def memory_bytes(self) -> int:
+        return sum(part.memory_bytes() for part in self._parts.values())
+
+    def _shares(self, named: Mapping[str, Tensor]) -> list[tuple[BoundReducer, dict[str, Tensor]]]:
+        matched = {name: t for name, t in named.items() if name in self._matched}
+        rest = {name: t for name, t in named.items() if name not in self._matched}
+        return [(self._parts["matched"], matched), (self._parts["otherwise"], rest)]
+
+
+def _both(futures: Sequence[Future[None]], wire: Wire) -> Future[None]:
+    if len(futures) == 1:
+        return futures[0]
+    if not futures:
+        return done(wire.device)
+    return collect_all(list(futures)).then(_raise_first_error)
+
+
+def _raise_first_error(collected: Future[list[Future[None]]]) -> None:
+    for future in collected.value():
+        future.value()

@@ -1,0 +1,28 @@
+"""Flat views of tensors of any strides."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def memory_view(tensor: Tensor) -> Tensor:
+    """A 1-d view of a dense tensor in the order in which it lies in memory; any other tensor itself."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]), reverse=True)
+    permuted = tensor.permute(order)
+    return permuted.view(-1) if permuted.is_contiguous() else tensor
+
+
+class Staged:
+    """A 1-d, logically ordered stand-in for a tensor: a view of it where there is one, else a copy."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._is_view = tensor.is_contiguous()
+        self.flat = tensor.view(-1) if self._is_view else tensor.reshape(-1)
+
+    def write_back(self) -> None:
+        """Bring what was written into `flat` into the tensor."""
+        if not self._is_view:
+            self._tensor.copy_(self.flat.view(self._tensor.shape))

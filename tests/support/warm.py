@@ -1,0 +1,3 @@
+"""What the fork server imports once, before it forks ranks."""
+
+import thinwire  # noqa: F401
