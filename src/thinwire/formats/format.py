@@ -8,14 +8,14 @@ neighbours in the chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 Spans: TypeAlias = tuple[int, ...]
 """Lengths, in elements, of the spans of one chunk; their sum is the chunk's length."""
 
-Run: TypeAlias = Callable[..., None]
+Run: TypeAlias = Callable[..., Any]
 """Calls a kernel on tensors: `run(kernel, *tensors)`. See `thinwire.formats.kernels`."""
 
 ALIGNMENT = 16

@@ -1,6 +1,6 @@
 """How a kernel runs: eagerly, or fused by torch.compile, with the same bits.
 
-A kernel is a plain function `kernel(*tensors) -> None` that writes into its last arguments. Compiled, one
+A kernel is a plain function `kernel(*tensors)` that writes into its last arguments. Compiled, one
 shape is specialised (the full chunk) and one dynamic version serves every other; short tails stay eager,
 since a compiled call costs some 40 microseconds. Scale and code views are *arguments* of a kernel:
 slicing or reinterpreting a buffer inside it stops the compiler from vectorising.
@@ -13,21 +13,22 @@ import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-Kernel = Callable[..., None]
+Kernel = Callable[..., Any]
 
 SHORT = 1 << 15
 """Chunks of fewer elements than this run eagerly even where kernels are compiled."""
 
 
-def eager(kernel: Kernel, *tensors: Tensor) -> None:
+def eager(kernel: Kernel, *tensors: Tensor) -> Any:
     """Run the kernel op by op."""
-    kernel(*tensors)
+    return kernel(*tensors)
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,13 @@ class Compiled:
 
     chunk: int
 
-    def __call__(self, kernel: Kernel, *tensors: Tensor) -> None:
+    def __call__(self, kernel: Kernel, *tensors: Tensor) -> Any:
         numel = max(t.numel() for t in tensors)
         if numel < SHORT:
-            kernel(*tensors)
-            return
+            return kernel(*tensors)
         # Guards see the grad mode: the worker thread and the backward pass must agree on it.
         with torch.no_grad():
-            _compiled(kernel, numel != self.chunk)(*tensors)
+            return _compiled(kernel, numel != self.chunk)(*tensors)
 
 
 @functools.cache

@@ -1,0 +1,57 @@
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from thinwire import recipes
+from thinwire.collectives import Slot, Wire
+from thinwire.recipes import table
+
+
+def _sent_bytes(name: str) -> tuple[int, int]:
+    slots = table.example_slots()
+    reducer = recipes.get(name).reducer
+    wire = Wire()
+    bound = reducer.bind(slots, wire)
+    bound.begin()
+    bound.all_reduce({slot.name: torch.ones(slot.shape) for slot in slots}).wait()
+    return wire.ledger.sent_bytes(), reducer.sent_bytes(slots, dist.get_world_size())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_bytes_that_the_table_computes_are_the_bytes_sent(world_size: int) -> None:
+    for name in recipes.names():
+        for sent, computed in run_ranks(_sent_bytes, world_size, name):
+            assert sent == computed > 0
+
+
+def test_an_unknown_recipe_is_answered_with_the_names() -> None:
+    with pytest.raises(ValueError, match="unknown recipe 'fp9'; choose one of ddp, ddp-bf16, fp8, fp8-ef"):
+        recipes.get("fp9")
+
+
+def test_recipes_are_values_that_compare_and_print() -> None:
+    assert recipes.get("fp8-ef") == recipes.get("fp8-ef")
+    assert "Quantized(format='fp8_e4m3', feedback='error'" in repr(recipes.get("fp8-ef").reducer)
+
+
+def test_the_table_as_json_has_a_row_per_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert table.main(["--json", "--workers", "4"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["name"] for row in rows] == list(recipes.names())
+    bytes_of = {row["name"]: row["sent_bytes_per_param_per_step"] for row in rows}
+    assert bytes_of["ddp"] == pytest.approx(2 * 3 / 4 * 4)
+    assert bytes_of["fp8-ef"] / bytes_of["ddp"] < 0.26
+
+
+def test_the_human_table_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert table.main([]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in recipes.names())
+
+
+def test_sent_bytes_of_one_rank_are_zero() -> None:
+    for name in recipes.names():
+        assert recipes.get(name).reducer.sent_bytes([Slot("w", (64, 64))], 1) == 0
