@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import time
@@ -134,7 +135,8 @@ class Link:
             return
         digest = hashlib.sha256()
         for _, parameter in self._model.named_parameters():
-            digest.update(parameter.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+            host = parameter.detach().contiguous().cpu()
+            digest.update(ctypes.string_at(host.data_ptr(), host.nbytes))  # numpy may be absent
         hashes = self._wire.control_all_gather(_hash_tensor(digest.digest()))
         differing = [rank for rank, other in enumerate(hashes) if not torch.equal(other, hashes[0])]
         if differing:

@@ -56,9 +56,7 @@ def main(argv: list[str]) -> int:
     for row in table:
         recipe = recipes.get(row.name)
         print(f"{row.name:{width}}  {row.sent_bytes_per_param_per_step:16.3f}  {recipe.wire}  ({row.paper})")
-    print(
-        f"\nSent by each of {arguments.workers} ranks, computed for one Llama layer {HIDDEN} wide, scales included."
-    )
+    print(f"\nSent by each of {arguments.workers} ranks, for one Llama layer {HIDDEN} wide, scales included.")
     return 0
 
 
