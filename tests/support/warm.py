@@ -1,3 +1,5 @@
 """What the fork server imports once, before it forks ranks."""
 
-import thinwire  # noqa: F401
+import thinwire
+import thinwire.train.warm
+import thinwire.train.worker  # noqa: F401

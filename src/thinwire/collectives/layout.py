@@ -99,7 +99,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "places", _place(self.slots, self.world_size, self.block))
-        object.__setattr__(self, "chunks", _cut(self.places))
+        object.__setattr__(self, "chunks", _cut(self.places, self.block))
 
     @property
     def length(self) -> int:
@@ -119,7 +119,8 @@ def _place(slots: Sequence[Slot], world_size: int, block: int) -> tuple[Place, .
     return tuple(places)
 
 
-def _cut(places: Sequence[Place]) -> tuple[Chunk, ...]:
+def _cut(places: Sequence[Place], block: int) -> tuple[Chunk, ...]:
+    longest = max(CHUNK // block, 1) * block  # CHUNK in whole blocks
     chunks: list[Chunk] = []
     start, column = 0, 0
     spans: list[int] = []
@@ -134,9 +135,9 @@ def _cut(places: Sequence[Place]) -> tuple[Chunk, ...]:
             segments.clear()
 
     for place in places:
-        for begin in range(0, place.padded, CHUNK):
-            span = min(CHUNK, place.padded - begin)
-            if column + span > CHUNK:
+        for begin in range(0, place.padded, longest):
+            span = min(longest, place.padded - begin)
+            if column + span > longest:
                 close()
             spans.append(span)
             segments.append(Segment(place, begin, min(span, place.piece - begin), column))

@@ -13,6 +13,7 @@ only orders streams, and the future carries the event.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -28,6 +29,9 @@ from torch.futures import Future
 
 DEPTH = {"scatter": 3, "gather": 8, "dense": 4}
 """Collectives outstanding per lane. Measured on a 200 Mbit/s network: fewer leave the wire idle."""
+
+EXIT_SECONDS = 5.0
+"""How long a program that ends waits for collectives under way."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +105,31 @@ class Pipeline:
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name="thinwire", daemon=True)
             self._thread.start()
+            atexit.register(self._leave)
         self._inbox.put(job)
         return future
 
     def close(self) -> None:
         """Finish what is queued and end the worker."""
+        thread = self._thread
+        self.release()
+        if thread is not None:
+            thread.join()
+
+    def release(self) -> None:
+        """Let the worker end once it has finished what is queued, without waiting for that."""
         if self._thread is not None:
             self._inbox.put(None)
-            self._thread.join()
             self._thread = None
+            atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        """At the end of a program, perhaps by an exception in a backward pass: let what is under way arrive.
+        (A thread that wakes up inside a collective while the interpreter goes away aborts the process.)"""
+        thread = self._thread
+        self.release()
+        if thread is not None:
+            thread.join(EXIT_SECONDS)
 
     def _main(self) -> None:
         torch.set_grad_enabled(False)
@@ -179,8 +199,12 @@ class Pipeline:
         self.busy_seconds += time.perf_counter() - begin
 
     def _finish(self, job: Job) -> None:
-        job.on_done()
-        job.future.set_result(None)
+        try:
+            job.on_done()
+        except Exception as error:  # as in _advance
+            self._fail(self._explain("writing the result", job.label, error), job)
+        else:
+            job.future.set_result(None)
 
     def _fail(self, error: Exception, failed: Job) -> None:
         """Nothing after a failed collective can be trusted: fail every outstanding job."""

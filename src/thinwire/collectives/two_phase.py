@@ -99,6 +99,7 @@ class TwoPhase:
     def reduce_scatter(self, chunk: Chunk, deliver: Deliver) -> Task:
         """Steps 1 to 3: the own pieces arrive as exact float32 sums of what was decoded."""
         total = yield from self._reduce(chunk)
+        self.rows[self.wire.rank, chunk.start : chunk.stop].zero_()  # delivered as it is: nothing is left out
         deliver(chunk, self.wire.rank, total)
         self.buffers.give(total)
 

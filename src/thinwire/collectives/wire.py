@@ -8,6 +8,7 @@ cannot meet, and each is used by the one worker thread alone, control traffic by
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -35,7 +36,8 @@ class Wire:
 
     `group` None is the default process group, or a world of one rank where none is initialised. `timeout`
     None is that of the group. Making a wire and asking for a phase are collective: all ranks of the group
-    do both in the same order.
+    do both in the same order. `phases` are process groups that an earlier wire over the same group left (a
+    process group costs threads and sockets until the program ends); this one adds its own to them.
     """
 
     def __init__(
@@ -45,14 +47,17 @@ class Wire:
         device: torch.device | None = None,
         timeout: timedelta | None = None,
         scope: str = "world",
+        phases: dict[str, dist.ProcessGroup] | None = None,
     ) -> None:
         self.scope = scope
         self.device = device or torch.device("cpu")
         self.ledger = Ledger()
+        self.keeps_memory = False
+        """Whether a reducer on this wire keeps error memory, so that all of them watch for non-finite means."""
         self.rank, self.world_size = 0, 1
         self._ranks: list[int] = [0]
         self._timeout = timeout
-        self._phases: dict[str, dist.ProcessGroup] = {}
+        self._phases = {} if phases is None else phases
         if dist.is_available() and dist.is_initialized():
             group = group if group is not None else dist.distributed_c10d._get_default_group()
             self._ranks = dist.get_process_group_ranks(group)
@@ -144,6 +149,10 @@ class Wire:
         """End the worker. The process groups live on, as torch's do, until destroy_process_group."""
         self._pipeline.close()
 
+    def release(self) -> None:
+        """Let the worker end when it is idle, without waiting for it."""
+        self._pipeline.release()
+
     def _record(self, op: str, phase: str, payload: int, sent: int) -> None:
         self.ledger.record(op, phase=phase, scope=self.scope, payload_bytes=payload, sent_bytes=sent)
 
@@ -154,9 +163,20 @@ class Wire:
         return CollectiveError(f"rank {self.rank}: {op} of {label} failed{who}: {reason}")
 
     def _missing_ranks(self) -> list[int]:
-        """Ranks that do not say within a few seconds that they saw a failure too: dead, stopped or stuck."""
+        """Ranks that do not say within a few seconds that they saw a failure too: dead, stopped or stuck.
+
+        They say so through the store. Where the network is what failed, a request to the store would never
+        return, so another thread makes it.
+        """
         if self.world_size == 1:
             return []
+        missing: list[int] = []
+        asking = threading.Thread(target=lambda: missing.extend(self._ask_store()), daemon=True)
+        asking.start()
+        asking.join(PATIENCE_SECONDS + 1.0)
+        return list(missing)
+
+    def _ask_store(self) -> list[int]:
         try:
             store = dist.distributed_c10d._get_default_store()
             key = "thinwire/failed/" + ",".join(map(str, self._ranks))

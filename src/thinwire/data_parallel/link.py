@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import json
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.collectives import Ledger, Slot, Wire
+from thinwire.data_parallel.agreement import ranks_that_differ
 from thinwire.reducers.reducer import BoundReducer, State
 
 
@@ -21,22 +18,30 @@ class Link:
     """What `tw.attach` returns.
 
     `ledger` counts bytes, `exposed_seconds` is the time that backward passes were blocked on communication,
-    `encode_seconds` the time the worker spent encoding and decoding (hidden or not).
+    `encode_seconds` the time the worker spent encoding and decoding (hidden or not). torch.profiler shows the
+    worker's ranges `thinwire::encode`, `thinwire::send` and `thinwire::decode` if it looks at all threads:
+    `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.
     """
 
     def __init__(
-        self, model: nn.Module, reducer: BoundReducer, wire: Wire, slots: list[Slot], on_detach: Callable[[], None]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        slots: Sequence[Slot],
+        reducer: BoundReducer,
+        wire: Wire,
+        on_detach: Callable[[], None],
     ) -> None:
         self.reducer = reducer
         self.exposed_seconds = 0.0
-        self._model = model
+        self._parameters = parameters
+        self._slots = tuple(slots)
         self._wire = wire
-        self._slots = slots
         self._on_detach = on_detach
         self._verify_every = 0
         self._reductions = 0
         self._detached = False
-        self._verify_names()
+        # For a model that is dropped with its link still attached.
+        weakref.finalize(self, wire.release).atexit = False
 
     @property
     def ledger(self) -> Ledger:
@@ -53,7 +58,7 @@ class Link:
     @property
     def slots(self) -> tuple[Slot, ...]:
         """What is averaged, in the order of the model's parameters."""
-        return tuple(self._slots)
+        return self._slots
 
     def verify(self, every: int = 100) -> None:
         """Compare a hash of all parameters across ranks now and before every n-th reduction (0: never again).
@@ -97,11 +102,14 @@ class Link:
             self._on_detach()
             self._wire.close()
 
-    def begin(self) -> None:
-        """Open a reduction (the call site does this before its first bucket)."""
+    def begin(self, *, shadow: bool = False) -> None:
+        """Open a reduction (the call site does this before its first bucket).
+
+        `shadow`: this rank has no gradients of its own and may hold old parameters.
+        """
         self._reductions += 1
         if self._verify_every and self._reductions % self._verify_every == 0:
-            self._verify_parameters()
+            self._verify_parameters(abstain=shadow)
         self.reducer.begin()
 
     def raise_error(self) -> None:
@@ -113,51 +121,12 @@ class Link:
         """Count the time from `since` (time.perf_counter) until now as exposed communication."""
         self.exposed_seconds += time.perf_counter() - since
 
-    def _verify_names(self) -> None:
-        """All ranks must average the same slots: otherwise they would sum unrelated numbers without an error."""
-        described = [f"{slot.name} {slot.dtype} {tuple(slot.shape)}" for slot in self._slots]
-        hashes = self._wire.control_all_gather(_hash_tensor(json.dumps(described).encode()))
-        if bool((hashes == hashes[0]).all()):
-            return
-        listings = _gather_text(self._wire, "\n".join(described))
-        for rank, listing in enumerate(listings):
-            if listing != listings[0]:
-                mine, theirs = listings[0].splitlines(), listing.splitlines()
-                unequal = (i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b)
-                first = next(unequal, min(len(mine), len(theirs)))
-                raise ValueError(
-                    f"ranks hold different models: parameter {first} is {_at(mine, first)} on rank 0 and "
-                    f"{_at(theirs, first)} on rank {rank}; build the same model on every rank"
-                )
-
-    def _verify_parameters(self) -> None:
+    def _verify_parameters(self, *, abstain: bool = False) -> None:
         if self.reducer.replicas == "drift":
             return
-        digest = hashlib.sha256()
-        for _, parameter in self._model.named_parameters():
-            host = parameter.detach().contiguous().cpu()
-            digest.update(ctypes.string_at(host.data_ptr(), host.nbytes))  # numpy may be absent
-        hashes = self._wire.control_all_gather(_hash_tensor(digest.digest()))
-        differing = [rank for rank, other in enumerate(hashes) if not torch.equal(other, hashes[0])]
+        differing = ranks_that_differ(self._wire, self._parameters.values(), abstain=abstain)
         if differing:
             raise RuntimeError(
-                f"parameters differ between ranks: rank {', '.join(map(str, differing))} from rank 0, "
+                f"parameters of rank {', '.join(map(str, differing))} differ from those of the other ranks, "
                 f"seen before reduction {self._reductions}; replicas must start equal and take the same updates"
             )
-
-
-def _at(lines: list[str], index: int) -> str:
-    return repr(lines[index]) if index < len(lines) else "absent"
-
-
-def _hash_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(hashlib.sha256(data).digest()[:8]), dtype=torch.uint8)
-
-
-def _gather_text(wire: Wire, text: str) -> list[str]:
-    """A text of every rank, padded to the longest."""
-    data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
-    longest = wire.control_all_reduce(torch.tensor([data.numel()]), dist.ReduceOp.MAX)
-    padded = torch.zeros(int(longest.item()), dtype=torch.uint8)
-    padded[: data.numel()] = data
-    return [bytes(row.tolist()).rstrip(b"\0").decode() for row in wire.control_all_gather(padded)]

@@ -9,7 +9,6 @@ slicing or reinterpreting a buffer inside it stops the compiler from vectorising
 from __future__ import annotations
 
 import functools
-import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
 
 Kernel = Callable[..., Any]
 
@@ -48,7 +46,6 @@ class Compiled:
 
 @functools.cache
 def _compiled(kernel: Kernel, dynamic: bool) -> Kernel:
-    logger.info("compiling %s (some 20 s the first time, cached on disk afterwards)", kernel.__name__)
     return torch.compile(kernel, dynamic=dynamic, fullgraph=True)
 
 

@@ -12,6 +12,8 @@ NaN, so every rank sees it.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -46,5 +48,5 @@ def power_of_two_scale(code: Tensor) -> Tensor:
 
 def _mantissa_and_exponent(value: float) -> tuple[int, int]:
     """Mantissa bits and unbiased exponent of a positive normal float32."""
-    bits = int(torch.tensor(value, dtype=torch.float32).view(torch.int32).item())
-    return bits & 0x7FFFFF, (bits >> 23) - 127
+    fraction, exponent = math.frexp(value)  # 0.5 <= fraction < 1
+    return int((2 * fraction - 1) * (1 << 23)), exponent - 1

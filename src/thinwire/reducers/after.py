@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from thinwire.collectives import Slot, Wire
-from thinwire.reducers.combined import combined_state, load_combined_state, roll_back_each
+from thinwire.reducers.combined import combined_state, load_combined_state
 from thinwire.reducers.dense import Dense
 from thinwire.reducers.reducer import BoundReducer, Reducer, State
 
@@ -68,8 +68,11 @@ class BoundAfter:
     ) -> Future[None]:
         return self._now.reduce_scatter(named, out, weight=weight)
 
+    def finite(self) -> bool:
+        return self._now.finite()
+
     def rollback(self, names: Sequence[str] | None = None) -> None:
-        roll_back_each(self._parts, names)
+        self._now.rollback(names)
 
     def set_loss_scale(self, scale: float) -> None:
         for part in self._parts.values():

@@ -17,7 +17,16 @@ from torch.futures import Future
 
 from thinwire.collectives import Layout, Slot, Wire, all_reduce_bytes
 from thinwire.collectives.pipeline import Task
-from thinwire.reducers.reducer import FORMAT_VERSION, State, check_state_version, done, label
+from thinwire.reducers.finite import FiniteWatch
+from thinwire.reducers.reducer import (
+    FORMAT_VERSION,
+    State,
+    check_pieces,
+    check_state_version,
+    check_tensors,
+    done,
+    label,
+)
 from thinwire.reducers.views import memory_view
 
 
@@ -42,43 +51,60 @@ class BoundDense:
 
     def __init__(self, slots: Sequence[Slot], wire: Wire) -> None:
         self._wire = wire
+        self._slots = {slot.name: slot for slot in slots}
         self._places = {place.slot.name: place for place in Layout(tuple(slots), wire.world_size, block=1).places}
         self._reductions = 0
+        self._watch = FiniteWatch(wire.device)
+        self._open: list[Future[None]] = []  # calls of the open reduction
         if wire.world_size > 1:
             wire.phase("dense")
 
     def begin(self) -> None:
+        self._open.clear()
+        self._watch.reset()
         self._reductions += 1
 
     def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
+        check_tensors(named, self._slots)
         if self._wire.world_size == 1 or not named:
             return done(self._wire.device)
         flat = self._snapshot(named, weight)
 
         def task() -> Task:
             yield self._wire.all_reduce(flat)
+            self._see(flat)
             parts = flat.split([tensor.numel() for tensor in named.values()])
             for tensor, part in zip(named.values(), parts):
                 view = memory_view(tensor)
                 view.copy_(part.view(view.shape))
 
-        return self._wire.submit([task()], label(list(named)))
+        return self._submit(task(), list(named))
 
     def reduce_scatter(
         self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
     ) -> Future[None]:
         """An all-reduce of which this rank keeps its piece: gloo's own reduce-scatter sends no less."""
+        check_tensors(named, self._slots)
+        check_pieces(out, {name: self._places[name].length(self._wire.rank) for name in out}, self._wire.rank)
+        if not named:
+            return done(self._wire.device)
         flat = self._snapshot({name: t.contiguous() for name, t in named.items()}, weight)
         means = dict(zip(named, flat.split([t.numel() for t in named.values()])))
 
         def task() -> Task:
             if self._wire.world_size > 1:
                 yield self._wire.all_reduce(flat)
+            self._see(flat)
             for name, piece in out.items():
                 start = self._wire.rank * self._places[name].piece
-                piece.copy_(means[name][start : start + piece.numel()].view(piece.shape))
+                piece.detach().copy_(means[name][start : start + piece.numel()].view(piece.shape))
 
-        return self._wire.submit([task()], label(list(named)))
+        return self._submit(task(), list(named))
+
+    def finite(self) -> bool:
+        for future in self._open:
+            future.wait()
+        return self._watch.all_finite()
 
     def rollback(self, names: Sequence[str] | None = None) -> None:
         """There is no error memory."""
@@ -95,6 +121,14 @@ class BoundDense:
 
     def memory_bytes(self) -> int:
         return 0
+
+    def _submit(self, task: Task, names: Sequence[str]) -> Future[None]:
+        self._open.append(self._wire.submit([task], label(names)))
+        return self._open[-1]
+
+    def _see(self, mean: Tensor) -> None:
+        if self._wire.keeps_memory:
+            self._watch.see(mean)
 
     def _snapshot(self, named: Mapping[str, Tensor], weight: float) -> Tensor:
         """The tensors as one flat buffer, scaled."""

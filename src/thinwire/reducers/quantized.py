@@ -33,7 +33,16 @@ from thinwire.collectives.pipeline import Task
 from thinwire.collectives.two_phase import Buffers, Deliver, TwoPhase
 from thinwire.formats import Format, get
 from thinwire.formats.kernels import can_compile
-from thinwire.reducers.reducer import FORMAT_VERSION, State, check_state_version, done, label
+from thinwire.reducers.finite import FiniteWatch
+from thinwire.reducers.reducer import (
+    FORMAT_VERSION,
+    State,
+    check_pieces,
+    check_state_version,
+    check_tensors,
+    done,
+    label,
+)
 from thinwire.reducers.region import Region
 from thinwire.reducers.views import Staged
 
@@ -94,7 +103,26 @@ class Quantized:
                 )
             logger.warning("no C++ compiler found: %s runs uncompiled, several times slower", format.name)
             wanted = False
-        return format.compiled(CHUNK) if wanted else format
+        if not wanted:
+            return format
+        if wire.rank == 0:
+            logger.warning(
+                "compiling the %s kernels: some 20 s the first time, cached on disk afterwards", format.name
+            )
+        compiled = format.compiled(CHUNK)
+        for numel in (CHUNK, CHUNK // 2 + format.block):  # full chunks, and tails of any length
+            _try(compiled, numel, wire.device)
+        return compiled
+
+
+def _try(format: Format, numel: int, device: torch.device) -> None:
+    """Encode and decode zeros, so that nothing is compiled in the middle of a step, while peers wait."""
+    spans = (numel // format.block * format.block,)
+    values = torch.zeros(spans, device=device)
+    encoded = torch.empty(format.nbytes(spans), dtype=torch.uint8, device=device)
+    format.encode(values, encoded, spans=spans)
+    format.decode(encoded, values, spans=spans)
+    format.decode_add(encoded, values, spans=spans)
 
 
 class BoundQuantized:
@@ -110,10 +138,11 @@ class BoundQuantized:
         self._reductions = 0
         self._loss_scale = 1.0
         self._buffers = Buffers(wire.device)
-        self._finite = True  # every mean of the open reduction, as far as this rank sees
-        self._agree = False  # whether ranks must ask each other about that
+        self._watch = FiniteWatch(wire.device)
+        self._agree = False  # whether ranks must ask each other what they saw
         self._open: dict[tuple[str, ...], Future[None]] = {}  # calls of the open reduction
         self._regions: dict[tuple[str, ...], Region] = {}
+        wire.keeps_memory |= self._keeps
         if wire.world_size > 1:
             wire.phase("scatter")
             wire.phase("gather")
@@ -125,6 +154,7 @@ class BoundQuantized:
         self._reductions += 1
 
     def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
+        check_tensors(named, self._slots)
         if self._wire.world_size == 1 or not named:
             return done(self._wire.device)
         region = self._open_region(tuple(named))
@@ -135,15 +165,26 @@ class BoundQuantized:
     def reduce_scatter(
         self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
     ) -> Future[None]:
+        check_tensors(named, self._slots)
         if self._wire.world_size == 1 or not named:
+            check_pieces(out, {name: tensor.numel() for name, tensor in named.items()}, rank=0)
             for name, piece in out.items():
-                piece.copy_(named[name].view(piece.shape))
+                piece.detach().copy_(named[name].detach().reshape(piece.shape))
             return done(self._wire.device)
         region = self._open_region(tuple(named))
+        pieces = region.pieces(out)
         region.fill(named)
         self._agree = True  # only its owner sees the mean of a piece
         step = self._two_phase(region, weight).reduce_scatter
-        return self._submit(region, step, region.pieces(out), whole=False)
+        return self._submit(region, step, pieces, whole=False)
+
+    def finite(self) -> bool:
+        self._wait()
+        finite = self._watch.all_finite()
+        if self._agree:
+            flag = torch.tensor([float(finite)], device=self._wire.device)
+            finite = bool(self._wire.control_all_reduce(flag, dist.ReduceOp.MIN).item())
+        return finite
 
     def rollback(self, names: Sequence[str] | None = None) -> None:
         self._wait()
@@ -169,6 +210,10 @@ class BoundQuantized:
 
     def load_state_dict(self, state: State) -> None:
         check_state_version(state)
+        expected = self._slots if self._keeps else {}
+        for key in state:
+            if key.startswith("residual.") and (name := key.removeprefix("residual.")) not in expected:
+                raise ValueError(f"the reducer state has a residual of {name!r}, which this reducer does not keep")
         self._settle()
         for name, slot in self._slots.items() if self._keeps else ():
             residual = state.get(f"residual.{name}")
@@ -197,8 +242,8 @@ class BoundQuantized:
         self, region: Region, step: Callable[[Chunk, Deliver], Task], outputs: dict[str, Staged], *, whole: bool
     ) -> Future[None]:
         def deliver(chunk: Chunk, owner: int, values: Tensor) -> None:
-            if self._keeps and not bool(values.sum().isfinite()):
-                self._finite = False
+            if self._wire.keeps_memory:
+                self._watch.see(values)
             region.deliver(outputs, chunk, owner, values, whole=whole)
 
         key = region.key
@@ -208,19 +253,21 @@ class BoundQuantized:
 
     def _open_region(self, key: tuple[str, ...]) -> Region:
         """The region of these slots. Slots that were reduced in other company before bring their residual."""
-        if unknown := [name for name in key if name not in self._slots]:
-            raise ValueError(f"{label(unknown)} was not among the slots that this reducer was bound to")
         if busy := [name for other in self._open for name in other if name in key]:
             raise ValueError(
                 f"{label(busy)} is already in the open reduction; call begin() before reducing it again"
             )
         if key not in self._regions:
             region = self._region([self._slots[name] for name in key])
-            for name in key:
+            region.names.clear()
+        else:
+            region = self._regions[key]
+        if moving := [name for name in key if name not in region.names]:
+            for name in moving:
                 self._home(name).hand_over(name, region)
-            self._regions = {k: r for k, r in self._regions.items() if r.names}
             self._regions[key] = region
-        return self._regions[key]
+            self._regions = {k: r for k, r in self._regions.items() if r.names}
+        return region
 
     def _home(self, name: str) -> Region:
         return next(region for region in self._regions.values() if name in region.names)
@@ -231,12 +278,9 @@ class BoundQuantized:
 
     def _settle(self) -> None:
         """Commit the open reduction, or drop it where any mean was non-finite: every rank saw the same."""
-        self._wait()
-        if self._agree:
-            flag = torch.tensor([float(self._finite)], device=self._wire.device)
-            self._finite = bool(self._wire.control_all_reduce(flag, dist.ReduceOp.MIN).item())
-        if self._finite:
+        if self.finite():
             for key in self._open:
                 self._regions[key].commit()
         self._open.clear()
-        self._finite, self._agree = True, False
+        self._watch.reset()
+        self._agree = False

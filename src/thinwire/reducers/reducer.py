@@ -46,6 +46,9 @@ class BoundReducer(Protocol):
     ) -> Future[None]:
         """Write this rank's piece of every mean into `out`, tensors of as many elements as the piece has."""
 
+    def finite(self) -> bool:
+        """Whether all means of the open reduction are finite, on every rank; waits for them."""
+
     def rollback(self, names: Sequence[str] | None = None) -> None:
         """Forget what the open reduction would add to the error memory of these slots (None: of all)."""
 
@@ -83,6 +86,24 @@ def done(device: torch.device) -> Future[None]:
 def label(names: Sequence[str]) -> str:
     """Slot names for a message, shortened."""
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "no slots"
+
+
+def check_tensors(named: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> None:
+    """Refuse by name a tensor that is no slot's, or not of its slot's shape."""
+    for name, tensor in named.items():
+        if name not in slots:
+            raise ValueError(f"{name!r} was not among the slots that this reducer was bound to")
+        if tuple(tensor.shape) != tuple(slots[name].shape):
+            raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}, was bound as {slots[name].shape}")
+
+
+def check_pieces(out: Mapping[str, Tensor], lengths: Mapping[str, int], rank: int) -> None:
+    """Refuse by name a tensor that cannot take this rank's piece of its slot."""
+    for name, piece in out.items():
+        if piece.numel() != lengths[name]:
+            raise ValueError(
+                f"the piece of {name!r} on rank {rank} has {lengths[name]} elements, got {piece.numel()}"
+            )
 
 
 def check_state_version(state: State) -> None:

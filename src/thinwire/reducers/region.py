@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Chunk, Layout, Place
+from thinwire.reducers.reducer import check_pieces
 from thinwire.reducers.views import Staged
 
 
@@ -40,11 +41,8 @@ class Region:
         """Copy the tensors into the work matrix, padding with zeros; returns where their means go."""
         outputs = {}
         for name, tensor in named.items():
-            place = self._places[name]
-            if tuple(tensor.shape) != tuple(place.slot.shape):
-                raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}, was bound as {place.slot.shape}")
             outputs[name] = Staged(tensor)
-            self._spread(outputs[name].flat, self.work, place)
+            self._spread(outputs[name].flat, self.work, self._places[name])
         return outputs
 
     def deliver(
@@ -61,12 +59,8 @@ class Region:
 
     def pieces(self, out: Mapping[str, Tensor]) -> dict[str, Staged]:
         """Check and stage the tensors that take this rank's pieces."""
-        for name, piece in out.items():
-            expected = self._places[name].length(self._rank)
-            if piece.numel() != expected:
-                raise ValueError(
-                    f"the piece of {name!r} on rank {self._rank} has {expected} elements, got {piece.numel()}"
-                )
+        lengths = {name: place.length(self._rank) for name, place in self._places.items()}
+        check_pieces(out, lengths, self._rank)
         return {name: Staged(piece) for name, piece in out.items()}
 
     def write_back(self, outputs: Mapping[str, Staged]) -> None:
@@ -100,6 +94,7 @@ class Region:
         if self.residual is not None and to.residual is not None:
             to._columns(to.residual, name).copy_(self._columns(self.residual, name))
         self.names.discard(name)
+        to.names.add(name)
 
     def _columns(self, matrix: Tensor, name: str) -> Tensor:
         place = self._places[name]

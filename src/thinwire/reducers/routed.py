@@ -79,6 +79,7 @@ class BoundRouted:
         return "drift" if drifts else "identical"
 
     def begin(self) -> None:
+        self._settle()
         self._reductions += 1
         for part in self._parts.values():
             part.begin()
@@ -98,6 +99,9 @@ class BoundRouted:
         ]
         return _both(futures, self._wire)
 
+    def finite(self) -> bool:
+        return all(part.finite() for part in self._parts.values())
+
     def rollback(self, names: Sequence[str] | None = None) -> None:
         roll_back_each(self._parts, names)
 
@@ -106,6 +110,7 @@ class BoundRouted:
             part.set_loss_scale(scale)
 
     def state_dict(self) -> State:
+        self._settle()
         return combined_state(self._parts, self._reductions)
 
     def load_state_dict(self, state: State) -> None:
@@ -113,6 +118,11 @@ class BoundRouted:
 
     def memory_bytes(self) -> int:
         return sum(part.memory_bytes() for part in self._parts.values())
+
+    def _settle(self) -> None:
+        """What one part would keep of a reduction that another's mean spoiled is dropped too."""
+        if not self.finite():
+            self.rollback()
 
     def _shares(self, named: Mapping[str, Tensor]) -> list[tuple[BoundReducer, dict[str, Tensor]]]:
         matched = {name: t for name, t in named.items() if name in self._matched}
@@ -125,9 +135,17 @@ def _both(futures: Sequence[Future[None]], wire: Wire) -> Future[None]:
         return futures[0]
     if not futures:
         return done(wire.device)
-    return collect_all(list(futures)).then(_raise_first_error)
+    both: Future[None] = Future(devices=[wire.device] if wire.device.type == "cuda" else [])
 
+    def finish(_: Future[list[Future[None]]]) -> None:
+        """Pass an error on as it is: `then` would wrap it in another type."""
+        try:
+            for future in futures:
+                future.value()
+        except Exception as error:
+            both.set_exception(error)  # type: ignore[arg-type]  # torch annotates T
+        else:
+            both.set_result(None)
 
-def _raise_first_error(collected: Future[list[Future[None]]]) -> None:
-    for future in collected.value():
-        future.value()
+    collect_all(list(futures)).add_done_callback(finish)
+    return both

@@ -6,7 +6,11 @@ from torch import Tensor
 
 
 def memory_view(tensor: Tensor) -> Tensor:
-    """A 1-d view of a dense tensor in the order in which it lies in memory; any other tensor itself."""
+    """A 1-d view of a dense tensor in the order in which it lies in memory; of any other tensor all of it.
+
+    Like `Staged` it knows nothing of autograd: parameters can be averaged as they are.
+    """
+    tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.view(-1)
     order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]), reverse=True)
@@ -18,9 +22,9 @@ class Staged:
     """A 1-d, logically ordered stand-in for a tensor: a view of it where there is one, else a copy."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self._tensor = tensor.detach()
         self._is_view = tensor.is_contiguous()
-        self.flat = tensor.view(-1) if self._is_view else tensor.reshape(-1)
+        self.flat = self._tensor.view(-1) if self._is_view else self._tensor.reshape(-1)
 
     def write_back(self) -> None:
         """Bring what was written into `flat` into the tensor."""

@@ -1,0 +1,149 @@
+"""`thinwire bench recipes`: the same training job under each recipe and seed; loss, bytes and time beside `ddp`'s.
+
+Every run is a `thinwire train` with its directory under --out, so a run that is finished is never repeated and
+a benchmark that was stopped goes on where it was. Losses are compared in pairs, seed by seed: the weights and
+the order of the data depend on the seed alone, so what is left is the recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from thinwire import recipes
+
+BASELINE = "ddp"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe over all seeds."""
+
+    recipe: str
+    seeds: int
+    val_loss: float
+    """Mean over seeds, nats per byte."""
+    val_loss_spread: float
+    """Standard deviation over seeds."""
+    ratio_to_ddp: float
+    """Mean over seeds of val_loss / ddp's val_loss of the same seed."""
+    ratio_spread: float
+    sent_bytes_per_rank: int
+    sent_ratio_to_ddp: float
+    step_seconds: float
+    """Median over seeds of wall seconds / steps."""
+    ratio_to_ddp_step: float
+    comm_share: float
+    """Exposed communication / wall seconds."""
+
+
+def main(argv: list[str]) -> int:
+    """Train, compare, print; returns the exit code."""
+    arguments = _parse(argv)
+    finished: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.recipes}
+    for seed in range(arguments.seeds):
+        for name in arguments.recipes:  # alternating, so that a disturbance of the machine hits all alike
+            summary = _run(name, seed, arguments)
+            if summary is None:
+                return 1
+            finished[name].append(summary)
+    rows = compare(finished)
+    (arguments.out / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    if arguments.json:
+        print(
+            json.dumps({"steps": arguments.steps, "workers": arguments.workers, "rows": [asdict(r) for r in rows]})
+        )
+    else:
+        print(table(rows))
+    return 0
+
+
+def compare(finished: dict[str, list[dict[str, Any]]]) -> list[Row]:
+    """Rows from the summaries of each recipe, seed by seed in the same order."""
+    rows = []
+    for name, runs in finished.items():
+        pairs = list(zip(runs, finished[BASELINE]))
+        losses = [run["val_loss"] for run in runs]
+        ratios = [run["val_loss"] / base["val_loss"] for run, base in pairs]
+        steps = [run["wall_seconds"] / run["steps"] for run in runs]
+        rows.append(
+            Row(
+                recipe=name,
+                seeds=len(runs),
+                val_loss=statistics.mean(losses),
+                val_loss_spread=_spread(losses),
+                ratio_to_ddp=statistics.mean(ratios),
+                ratio_spread=_spread(ratios),
+                sent_bytes_per_rank=runs[0]["sent_bytes_per_rank"],
+                sent_ratio_to_ddp=runs[0]["sent_bytes_per_rank"] / pairs[0][1]["sent_bytes_per_rank"],
+                step_seconds=statistics.median(steps),
+                ratio_to_ddp_step=statistics.median(
+                    run["wall_seconds"] / base["wall_seconds"] for run, base in pairs
+                ),
+                comm_share=statistics.median(run["comm_seconds"] / run["wall_seconds"] for run in runs),
+            )
+        )
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as aligned text."""
+    lines = [
+        f"{'recipe':12} {'val_loss':>16} {'/ ddp':>17} {'sent / ddp':>11} {'s/step':>8} {'/ ddp':>6} {'comm':>6}"
+    ]
+    for row in rows:
+        lines.append(
+            f"{row.recipe:12} {row.val_loss:7.4f} ± {row.val_loss_spread:.4f} "
+            f"{row.ratio_to_ddp:8.4f} ± {row.ratio_spread:.4f} {row.sent_ratio_to_ddp:11.4f} "
+            f"{row.step_seconds:8.3f} {row.ratio_to_ddp_step:6.2f} {row.comm_share:6.1%}"
+        )
+    return "\n".join(lines)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="thinwire bench recipes", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "recipes", nargs="*", help=f"of {', '.join(recipes.names())} (default: all); ddp always runs"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, … (default 3)")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run (default 300)")
+    parser.add_argument("--workers", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-recipes"), help="directory of the runs")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    arguments = parser.parse_args(argv)
+    for name in arguments.recipes:
+        if name not in recipes.names():
+            parser.error(f"unknown recipe {name!r}; choose of {', '.join(recipes.names())}")
+    if arguments.seeds < 1:
+        parser.error(f"--seeds must be at least 1, got {arguments.seeds}")
+    others = [name for name in arguments.recipes or recipes.names() if name != BASELINE]
+    arguments.recipes = [BASELINE, *others]
+    return arguments
+
+
+def _run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """The summary of one run, trained now unless it is there."""
+    directory = arguments.out / f"{name}-workers{arguments.workers}-steps{arguments.steps}-seed{seed}"
+    summary = directory / "summary.json"
+    if not summary.exists():
+        print(f"training {directory}", file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", "thinwire", "train", "--recipe", name, "--seed", str(seed)]
+        command += ["--workers", str(arguments.workers), "--steps", str(arguments.steps), "--out", str(directory)]
+        command += ["--checkpoint.every", "0", "--validation-every", "0", "--logging.no-progress"]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            print(f"thinwire bench recipes: {directory} failed: {done.stderr.strip()[-400:]}", file=sys.stderr)
+            return None
+    result: dict[str, Any] = json.loads(summary.read_text())
+    return result
+
+
+def _spread(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0

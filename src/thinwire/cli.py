@@ -1,0 +1,76 @@
+"""The `thinwire` command: a table of commands, each a function that is imported when it is called.
+
+Exit codes: 0 fine, 2 bad usage or configuration (one line that names the key), 1 anything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("thinwire.train.command:main", "train a language model, or continue a run"),
+    "tokenize": ("thinwire.train.tokenize:main", "turn text into memory-mapped token shards"),
+    "export": ("thinwire.train.export:main", "a checkpoint as a plain Hugging Face model directory"),
+    "recipes": ("thinwire.recipes.table:main", "the methods: what each sends, and its paper"),
+    "bench": ("thinwire.bench:main", "measure formats, collectives and recipes on this machine"),
+    "doctor": ("thinwire.doctor:main", "check this machine: backends, interfaces, links"),
+}
+
+# Command -> the extra that it needs, where that is not installed.
+EXTRAS = {"train": "train", "tokenize": "train", "export": "train"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"thinwire {version('thinwire')}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        return _complain("thinwire", f"there is no command {name!r}; there are {', '.join(COMMANDS)}", 2)
+    module, _, function = COMMANDS[name][0].partition(":")
+    try:
+        code: int = getattr(importlib.import_module(module), function)(rest)
+        return code
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if name not in EXTRAS or missing in ("thinwire", "torch", ""):
+            raise
+        extra = EXTRAS[name]
+        return _complain("thinwire", f"{name} needs the extra: pip install 'thinwire[{extra}]' (no {missing})", 2)
+    except (RuntimeError, OSError) as error:
+        if "--debug" in rest or not _one_line_is_enough(error):
+            traceback.print_exc()
+        return _complain(f"thinwire {name}", " ".join(str(error).split()), 1)
+
+
+def usage() -> str:
+    """The help text."""
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    head = ["thinwire COMMAND [OPTIONS]", "", "Train large models over thin wires.", ""]
+    return "\n".join([*head, *rows, "", "`thinwire COMMAND --help` explains a command."])
+
+
+def _one_line_is_enough(error: BaseException) -> bool:
+    """The machine's own errors, and those that thinwire raised on purpose, need no traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, OSError) or (bool(frames) and "thinwire" in frames[-1].filename)
+
+
+def _complain(who: str, message: str, code: int) -> int:
+    print(f"{who}: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The trainer: configuration, data, model, loop, checkpoints, metrics, launch. Needs `thinwire[train]`."""

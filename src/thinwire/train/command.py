@@ -1,0 +1,39 @@
+"""`thinwire train`: from arguments to an exit code.
+
+0  finished, or stopped by a signal with a checkpoint      2  the configuration cannot be used
+1  anything else
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from thinwire.train.arguments import parse, to_toml
+from thinwire.train.config import ConfigError, check
+from thinwire.train.data import DataError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train; under torchrun as the worker that torchrun started, else with workers of its own."""
+    try:
+        arguments = parse(argv)
+        config = arguments.config
+        world_size = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
+        check(config, world_size=config.workers if world_size is None else int(world_size))
+        if arguments.print_config:
+            sys.stdout.write(to_toml(config))
+            return 0
+        if world_size is not None:
+            from thinwire.train.worker import under_torchrun
+
+            return under_torchrun(config, arguments.debug)
+        from thinwire.train.launch import launch
+        from thinwire.train.output import choose_output
+
+        return launch(config, choose_output(config), debug=arguments.debug)
+    except (ConfigError, DataError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"thinwire train: {' '.join(str(error).split())}\n")
+        return 2

@@ -1,0 +1,219 @@
+"""What a training job is: frozen, typed, printable.
+
+`TrainConfig` holds every setting of a run with its default; the docstring under a field is its help text.
+`check` refuses what cannot work, by the key's name, before any worker starts. How a configuration comes from a
+TOML file and from flags is in `arguments.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from thinwire.train.data import DataConfig
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message is one line that names its key."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    name: str = "llama-tiny"
+    """A preset with random weights (llama-tiny, llama-small, llama-300m, llama-600m, gpt2, gpt2-xl), or a
+    Hugging Face model id or directory whose weights are loaded."""
+    random_weights: bool = False
+    """Take only the architecture of a model id or directory and start from random weights."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    find_unused_parameters: bool = False
+    """For models in which some parameters receive no gradient in some steps; slower."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model id or directory. Off: such a model is refused."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the hidden matrices with AdamW for everything else."""
+    lr: float = 3e-3
+    """Peak learning rate. Muon's is scaled to AdamW's update size, so one number serves both."""
+    beta1: float = 0.9
+    """AdamW's decay of the gradient average."""
+    beta2: float = 0.95
+    """AdamW's decay of the squared-gradient average."""
+    eps: float = 1e-8
+    """AdamW's denominator offset."""
+    momentum: float = 0.95
+    """Muon's momentum."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    clip: float = 1.0
+    """Largest norm of the averaged gradient; 0: no clipping."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    warmup_steps: int | None = None
+    """Steps of linear warm-up. Not set: a tenth of the run, at most 100."""
+    decay: Literal["cosine", "constant"] = "cosine"
+    """What the learning rate does after the warm-up."""
+    final_fraction: float = 0.1
+    """Where the cosine ends, as a fraction of the peak."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 100
+    """Steps between checkpoints; 0: only the last step and a stop by signal write one."""
+    keep: int = 3
+    """How many of the latest checkpoints are kept."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    progress: bool = True
+    """Show a progress bar (on a terminal) or a line per logged step (elsewhere)."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    recipe: str = "fp8-ef"
+    """How gradients are averaged; `thinwire recipes` lists the names."""
+    workers: int = 2
+    """Worker processes to start on this machine. Under torchrun, torchrun decides."""
+    steps: int = 600
+    """Optimizer steps of the whole run."""
+    seed: int = 0
+    """Seeds the weights, the order of the data and everything random."""
+    out: Path | None = None
+    """Directory of the run. Not set: the first free runs/RECIPE-NUMBER."""
+    resume: bool = False
+    """Continue from the newest usable checkpoint of the run in `out`."""
+    batch_size: int = 8
+    """Sequences per optimizer step over all workers together: another world size is the same training."""
+    accumulation: int = 1
+    """Micro-batches that a worker cuts its share of a step's sequences into."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: run forward and backward under autocast; weights, gradients and optimizer stay float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is one."""
+    threads: int | None = None
+    """Compute threads per worker on the CPU. Not set: the machine's cores shared among its workers."""
+    port: int = 0
+    """Port of the rendezvous of the workers started here; 0: a free one."""
+    timeout: float = 300.0
+    """Seconds after which a collective that makes no progress ends the run."""
+    max_bad_steps: int = 10
+    """Steps in a row with a non-finite loss or gradient (each is skipped on all ranks) that end the run."""
+    verify_every: int = 100
+    """Steps between checks that all ranks hold the same parameters; 0: never."""
+    validation_every: int = 100
+    """Steps between validations; 0: only at the end."""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def warmup_steps(self) -> int:
+        """The steps of warm-up that this run takes."""
+        explicit = self.schedule.warmup_steps
+        return min(100, self.steps // 10) if explicit is None else explicit
+
+
+def check(config: TrainConfig, *, world_size: int) -> None:
+    """Refuse what cannot run, naming the key. Reads no file and starts nothing."""
+    _check_ranges(config)
+    _check_names(config)
+    config.data.check()
+    c = config
+    if c.batch_size < world_size * c.accumulation:
+        raise ConfigError(
+            f"batch_size: {c.batch_size} sequences cannot be shared by {world_size} workers with accumulation "
+            f"{c.accumulation}; it must be at least {world_size * c.accumulation}"
+        )
+    if c.warmup_steps > c.steps:
+        raise ConfigError(f"schedule.warmup_steps: {c.warmup_steps} is longer than the run of {c.steps} steps")
+    if c.resume and c.out is None:
+        raise ConfigError("resume: needs --out DIR, the directory of the run to continue")
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    """Every number within its own limits."""
+    c = config
+    at_least: list[tuple[str, float | None, float]] = [
+        ("workers", c.workers, 1),
+        ("steps", c.steps, 1),
+        ("seed", c.seed, 0),
+        ("batch_size", c.batch_size, 1),
+        ("accumulation", c.accumulation, 1),
+        ("threads", c.threads, 1),
+        ("port", c.port, 0),
+        ("max_bad_steps", c.max_bad_steps, 1),
+        ("verify_every", c.verify_every, 0),
+        ("validation_every", c.validation_every, 0),
+        ("optimizer.weight_decay", c.optimizer.weight_decay, 0),
+        ("optimizer.clip", c.optimizer.clip, 0),
+        ("schedule.warmup_steps", c.schedule.warmup_steps, 0),
+        ("checkpoint.every", c.checkpoint.every, 0),
+        ("checkpoint.keep", c.checkpoint.keep, 1),
+        ("logging.every", c.logging.every, 1),
+    ]
+    for key, value, least in at_least:
+        if value is not None and not value >= least:
+            raise ConfigError(f"{key}: must be at least {least}, got {value}")
+    for key, value in [
+        ("timeout", c.timeout),
+        ("optimizer.lr", c.optimizer.lr),
+        ("optimizer.eps", c.optimizer.eps),
+    ]:
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"{key}: must be positive and finite, got {value}")
+    fractions = [
+        ("optimizer.beta1", c.optimizer.beta1),
+        ("optimizer.beta2", c.optimizer.beta2),
+        ("optimizer.momentum", c.optimizer.momentum),
+    ]
+    for key, value in fractions:
+        if not 0 <= value < 1:
+            raise ConfigError(f"{key}: must be at least 0 and below 1, got {value}")
+    if not 0 <= c.schedule.final_fraction <= 1:
+        raise ConfigError(f"schedule.final_fraction: must be between 0 and 1, got {c.schedule.final_fraction}")
+    if c.port > 65535:
+        raise ConfigError(f"port: must be at most 65535, got {c.port}")
+
+
+def _check_names(config: TrainConfig) -> None:
+    """The recipe exists, the model can hold the sequences, the device is there."""
+    import torch
+
+    from thinwire import recipes
+    from thinwire.train.model import longest_sequence
+
+    if config.recipe not in recipes.names():
+        raise ConfigError(f"recipe: no recipe is called {config.recipe!r}; there are {', '.join(recipes.names())}")
+    longest = longest_sequence(config.model)
+    if longest is not None and config.data.sequence_length > longest:
+        raise ConfigError(
+            f"data.sequence_length: {config.data.sequence_length} is above the {longest} positions "
+            f"of {config.model.name}"
+        )
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for, but this torch sees no CUDA device")
+    if uses_cuda(config) and config.precision == "bfloat16" and not torch.cuda.is_bf16_supported():
+        raise ConfigError("precision: this CUDA device has no bfloat16; use float32")
+
+
+def uses_cuda(config: TrainConfig) -> bool:
+    """Whether the workers of this job compute on CUDA devices."""
+    import torch
+
+    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())

@@ -1,0 +1,144 @@
+"""Start the workers of a job on this machine and turn how they end into an exit code.
+
+torch's elastic launcher starts, watches and stops them (c10d rendezvous on a local port, no restarts). Workers
+are forked from a fork server that has imported everything and computed nothing, so they start in a second.
+
+A signal to this process is not passed to the workers one by one: it sets a byte that they share and carry in
+the control all-reduce of their next step, so all of them checkpoint the same step. A second one kills them.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from thinwire.train import worker
+from thinwire.train.config import ConfigError, TrainConfig
+
+logger = logging.getLogger(__name__)
+
+_PRELOAD = ["torch", "torch._dynamo", "thinwire.train.worker", "thinwire.train.warm"]
+
+
+def launch(config: TrainConfig, out: Path, *, debug: bool = False) -> int:
+    """Run the job in `config.workers` processes; the command's exit code."""
+    port = free_port(config.port)
+    if config.logging.progress:
+        sys.stdout.write(f"starting {config.workers} workers\n")
+        sys.stdout.flush()
+    _use_loopback()
+    _quiet_elastic(debug)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    flag = context.RawValue("b", 0)
+    forward = _ForwardSignals(flag)
+    life, held = context.Pipe(duplex=False)  # workers end when `held` closes, however this process ends
+    with life, held, tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
+        elastic = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=config.workers,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"127.0.0.1:{port}",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="forkserver",
+            local_addr="127.0.0.1",
+            signals_to_handle="SIGQUIT",  # the others are handled here
+            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+        )
+        try:
+            with forward:
+                elastic_launch(elastic, worker.launched)(config, out, flag, life, debug)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            sys.stderr.write(f"thinwire train: {describe(rank, failure)}\n")
+            return 2 if failure.exitcode == 2 else 1
+    return 0
+
+
+def describe(rank: int, failure: ProcessFailure) -> str:
+    """One line: which rank ended, of what."""
+    if failure.exitcode < 0:
+        return f"rank {rank} was killed by {failure.signal_name()} (process {failure.pid}); all ranks have stopped"
+    recorded: Any = failure.message  # what the worker wrote before it ended: "Kind: text"
+    message = recorded["message"] if isinstance(recorded, dict) else recorded
+    kind, _, text = " ".join(str(message).split()).partition(": ")
+    if failure.exitcode == 2:
+        return text  # the same on every rank
+    if not text or "enable traceback" in kind:
+        return (
+            f"rank {rank} ended with exit code {failure.exitcode} (process {failure.pid}); all ranks have stopped"
+        )
+    return worker.from_rank(rank, text if kind in _PLAIN else f"{kind}: {text}")
+
+
+_PLAIN = {kind.__name__ for kind in worker.EXPECTED_ERRORS}
+
+
+def free_port(port: int) -> int:
+    """The port for the rendezvous: the given one if nobody has it, any free one for 0."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
+            raise ConfigError(
+                f"port: {port} {why} on this machine; choose another, or 0 for a free one"
+            ) from error
+        found: int = probe.getsockname()[1]
+        return found
+
+
+class _ForwardSignals:
+    """While active, the first SIGTERM, SIGINT or SIGHUP asks the workers to stop, the second kills them."""
+
+    def __init__(self, flag: Any) -> None:
+        self._flag = flag
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._on_signal)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._flag.value:
+            for process in multiprocessing.active_children():
+                process.kill()
+            os._exit(1)
+        self._flag.value = 1
+
+
+def _use_loopback() -> None:
+    """Workers of one machine talk over loopback, unless the environment names another interface."""
+    names = {name for _, name in socket.if_nameindex()}
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def _quiet_elastic(debug: bool) -> None:
+    """The launcher reports failures itself, in one line."""
+    level = logging.WARNING if debug else logging.CRITICAL
+    for name in ("torch.distributed.elastic", "torch.multiprocessing", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(level)

@@ -1,0 +1,296 @@
+"""The training loop.
+
+Each step:
+    1. control all-reduce: the tokens of all ranks in this step, and whether a rank was asked to stop
+    2. forward and backward of every micro-batch, all but the last under `no_sync`; the last one's backward
+       averages the gradients. Losses are scaled by W / (tokens of all ranks), so the mean over ranks is the
+       mean over tokens
+    3. a norm that is not finite is the same on every rank: all skip the step together, and say which rank's
+       loss it was
+    4. clip, optimizer step; now and then log, validate, checkpoint
+
+A stop request (SIGTERM, SIGINT) reaches every rank in 1, so all of them checkpoint the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.train import metrics
+from thinwire.train.arguments import to_table, to_toml
+from thinwire.train.checkpoint import Checkpointer, CheckpointError
+from thinwire.train.config import TrainConfig
+from thinwire.train.optimizer import gradient_norm, learning_rate, set_learning_rate
+from thinwire.train.output import CONFIG, checkpoints
+from thinwire.train.progress import Progress
+from thinwire.train.run import Run, assemble, count_targets, fetch, summed_loss
+from thinwire.train.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; one line that says at which step and why."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended on this rank."""
+
+    step: int
+    finished: bool  # False: stopped by a signal, to be resumed
+    summary: dict[str, Any] | None = None  # of a finished run
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did, on this rank."""
+
+    loss_sum: float  # over this rank's targets
+    targets: int  # of all ranks
+    norm: float  # of the mean gradient, the same on all ranks
+
+    @property
+    def bad(self) -> bool:
+        return not math.isfinite(self.norm)
+
+
+def train(
+    config: TrainConfig, out: Path, device: torch.device, *, stop: Callable[[], bool] = lambda: False
+) -> Outcome:
+    """Train as configured, in a process group that is up. Every rank calls this; `out` is the same directory."""
+    run = assemble(config, device)
+    progress = Progress()
+    state = TrainState(run.model, run.optimizers, run.link, progress.numbers(), seed=config.seed)
+    checkpointer = Checkpointer(
+        checkpoints(out),
+        keep=config.checkpoint.keep,
+        identity=run.identity,
+        tokenizer=run.train_data.tokenizer,
+        timeout=timedelta(seconds=config.timeout),
+    )
+    if config.resume:
+        progress = _resume(run, checkpointer, state)
+    log = _open_log(run, out, progress)
+    try:
+        finished = _steps(run, progress, checkpointer, state, log, stop)
+        checkpointer.wait()
+        summary = _summary(run, progress) if finished else None
+    except TrainingError:  # on all ranks alike, so a save in flight can still end well
+        checkpointer.close()
+        raise
+    finally:
+        if log is not None:
+            log.close()
+    if log is not None:
+        if summary is not None:
+            log.finish(summary)
+        else:
+            log.say(f"stopped at step {progress.step} of {config.steps}; `--resume --out {out}` continues")
+    checkpointer.close()
+    run.link.detach()
+    return Outcome(progress.step, finished, summary)
+
+
+def _steps(
+    run: Run,
+    progress: Progress,
+    checkpointer: Checkpointer,
+    state: TrainState,
+    log: metrics.RunLog | None,
+    stop: Callable[[], bool],
+) -> bool:
+    """Steps until the last one (True) or a request to stop (False); the state is saved in both cases."""
+    config = run.config
+    logged, tokens = time.perf_counter(), progress.tokens
+    while progress.step < config.steps:
+        started = time.perf_counter()
+        sent, waited = run.link.ledger.sent_bytes(), run.link.exposed_seconds
+        step = training_step(run, progress, stop)
+        if step is None:
+            _save(run, progress, checkpointer, state)
+            return False
+        _count(run, progress, step)
+        last = progress.step == config.steps
+        validates = last or (config.validation_every and progress.step % config.validation_every == 0)
+        now = time.perf_counter()
+        if validates or step.bad or progress.step % config.logging.every == 0:
+            (loss_sum,) = run.agree([step.loss_sum])
+            loss = loss_sum / step.targets
+            progress.train_loss = progress.train_loss if step.bad else loss
+            progress.val_loss = validate(run) if validates else progress.val_loss
+            if log is not None:
+                log.step(
+                    metrics.StepMetrics(
+                        step=progress.step,
+                        loss=loss,
+                        lr=learning_rate(progress.step - 1, config),
+                        gradient_norm=step.norm,
+                        sent_bytes=run.link.ledger.sent_bytes() - sent,
+                        step_seconds=now - started,
+                        comm_seconds=run.link.exposed_seconds - waited,
+                        tokens_per_second=(progress.tokens - tokens) / (now - logged),
+                        tokens=progress.tokens,
+                        skipped_steps=progress.skipped_steps,
+                        val_loss=progress.val_loss if validates else None,
+                    )
+                )
+            logged, tokens = time.perf_counter(), progress.tokens
+        if progress.bad_in_a_row >= config.max_bad_steps:
+            raise TrainingError(
+                f"step {progress.step}: {progress.bad_in_a_row} steps in a row (max_bad_steps) had a loss or "
+                "gradient that is not finite; the last good checkpoint is untouched"
+            )
+        every = config.checkpoint.every
+        if last or (every and progress.step % every == 0):
+            _save(run, progress, checkpointer, state)
+    return True
+
+
+def training_step(run: Run, progress: Progress, stop: Callable[[], bool]) -> Step | None:
+    """One optimizer step; None if a rank was asked to stop, and then nothing has happened."""
+    config = run.config
+    batches = [fetch(run.train_data, ids, run.device) for ids in run.shares(progress.position)]
+    targets, stops = run.agree([sum(count_targets(batch) for batch in batches), stop()])
+    if stops:
+        return None
+    scale = run.world_size / max(1.0, targets)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
+    for n, batch in enumerate(batches):
+        # The forward belongs under no_sync too: DDP prepares the reduction there.
+        with nullcontext() if n == len(batches) - 1 else run.ddp.no_sync():
+            with run.autocast():
+                loss = summed_loss(run.ddp, batch)
+            (loss * scale).backward()
+        loss_sum += loss.detach()
+    step = Step(
+        float(loss_sum), max(1, int(targets)), gradient_norm(run.model.parameters(), config.optimizer.clip)
+    )
+    if not step.bad:
+        set_learning_rate(run.optimizers, learning_rate(progress.step, config))
+        for optimizer in run.optimizers:
+            optimizer.step()
+    run.ddp.zero_grad(set_to_none=True)
+    return step
+
+
+def validate(run: Run) -> float:
+    """The mean loss of the validation samples in nats per byte of text, each rank taking its share."""
+    own = list(range(run.validation_data.num_sequences))[run.rank :: run.world_size]
+    at_once = max(1, run.config.batch_size // (run.world_size * run.config.accumulation))
+    loss_sum, targets = 0.0, 0
+    run.model.eval()
+    with torch.no_grad(), run.autocast():
+        for start in range(0, len(own), at_once):
+            batch = fetch(run.validation_data, own[start : start + at_once], run.device)
+            loss_sum += float(summed_loss(run.model, batch))
+            targets += count_targets(batch)
+    run.model.train()
+    loss, count = run.agree([loss_sum, targets])
+    return loss / max(1.0, count) / run.validation_data.bytes_per_token
+
+
+def _count(run: Run, progress: Progress, step: Step) -> None:
+    """Move the counters past a step, and say whose loss was bad if it was."""
+    progress.step += 1
+    progress.position += run.config.batch_size
+    progress.tokens += step.targets
+    progress.bad_in_a_row = progress.bad_in_a_row + 1 if step.bad else 0
+    if step.bad:
+        progress.skipped_steps += 1
+        rows = run.table([not math.isfinite(step.loss_sum)])
+        ranks = [str(rank) for rank, (bad,) in enumerate(rows) if bad]
+        cause = f"the loss on rank {', '.join(ranks)}" if ranks else "the gradient (every rank's loss was finite)"
+        if run.rank == 0:
+            logger.warning(
+                "step %d skipped on all ranks: %s is not finite (%d in a row, at most %d)",
+                progress.step,
+                cause,
+                progress.bad_in_a_row,
+                run.config.max_bad_steps,
+            )
+
+
+def _save(run: Run, progress: Progress, checkpointer: Checkpointer, state: TrainState) -> None:
+    progress.measure(run)
+    state.numbers.update(progress.numbers())
+    checkpointer.save(progress.step, state)
+
+
+def _resume(run: Run, checkpointer: Checkpointer, state: TrainState) -> Progress:
+    step = checkpointer.load_latest(state)
+    if step is None:
+        if run.rank == 0:
+            logger.warning("%s has no checkpoint yet: starting from the beginning", checkpointer.directory)
+        return Progress()
+    if step > run.config.steps:
+        raise CheckpointError(
+            f"the newest checkpoint is of step {step}, after the last of --steps {run.config.steps}"
+        )
+    return Progress.of(state.numbers, run)
+
+
+def _open_log(run: Run, out: Path, progress: Progress) -> metrics.RunLog | None:
+    if run.rank != 0:
+        return None
+    config = run.config
+    baseline = metrics.Baseline.of(run.parameters, run.world_size, config.precision)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / CONFIG).write_text(to_toml(replace(config, out=None, resume=False)), encoding="utf-8")
+    log = metrics.RunLog(out, config.logging, baseline, first_step=progress.step, steps=config.steps)
+    start = f"resuming after step {progress.step}" if progress.step else "starting"
+    log.say(
+        f"{start}: {config.model.name} with {run.parameters:,} parameters, recipe {config.recipe}, "
+        f"{run.world_size} workers on {run.device.type}, {run.train_data.num_tokens:,} tokens of text; {out}"
+    )
+    return log
+
+
+def _summary(run: Run, progress: Progress) -> dict[str, Any]:
+    """The contents of summary.json. A collective call."""
+    if progress.val_loss is None:
+        progress.val_loss = validate(run)
+    progress.measure(run)
+    peak = max(row[0] for row in run.table([_peak_memory(run)]))
+    config, sent = run.config, max(progress.sent_bytes)
+    return {
+        "recipe": config.recipe,
+        "world_size": run.world_size,
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "final_train_loss": progress.train_loss,
+        "val_loss": progress.val_loss,
+        "sent_bytes_per_rank": sent,
+        "sent_bytes_between_groups_per_rank": 0,
+        "sent_bytes_per_param_per_step": sent / run.parameters / max(1, progress.step),
+        "wall_seconds": progress.wall_seconds,
+        "comm_seconds": max(progress.comm_seconds),
+        "encode_seconds": max(progress.encode_seconds),
+        "tokens_per_second": progress.tokens / max(1e-9, progress.wall_seconds),
+        "peak_memory_bytes": int(peak),
+        "parameters": run.parameters,
+        "seed": config.seed,
+        "param_hash": metrics.parameter_hash(run.model),
+        "skipped_steps": progress.skipped_steps,
+        "corpus_hash": run.train_data.corpus_hash,
+        "torch_version": torch.__version__,
+        "config": to_table(config),
+    }
+
+
+def _peak_memory(run: Run) -> float:
+    """Bytes: of the device on CUDA, else the largest resident size of this process."""
+    if run.device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(run.device))
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

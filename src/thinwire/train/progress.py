@@ -1,0 +1,69 @@
+"""Where a run stands: the numbers that a checkpoint carries beside its tensors.
+
+They are the same on every rank. What each rank measures for itself (bytes, seconds) is gathered from all ranks
+when a checkpoint is written; a resumed run goes on counting from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.train.run import Run
+
+
+@dataclass
+class Progress:
+    step: int = 0
+    """Completed steps, skipped ones included."""
+    position: int = 0
+    """Samples taken from the sampler by all ranks together."""
+    tokens: int = 0
+    """Tokens that were predicted."""
+    skipped_steps: int = 0
+    bad_in_a_row: int = 0
+    train_loss: float | None = None
+    """Of the last logged step, in nats per token."""
+    val_loss: float | None = None
+    """Of the last validation, in nats per byte."""
+    wall_seconds: float = 0.0
+    sent_bytes: list[int] = field(default_factory=list)
+    """Of each rank, control traffic apart."""
+    comm_seconds: list[float] = field(default_factory=list)
+    """Of each rank: the backward pass waited for communication."""
+    encode_seconds: list[float] = field(default_factory=list)
+    """Of each rank: encoding and decoding."""
+
+    def __post_init__(self) -> None:
+        self._since = time.perf_counter()
+        self._before = (0, 0.0, 0.0)  # this rank's bytes and seconds before the last start or measurement
+
+    def numbers(self) -> dict[str, Any]:
+        """For the checkpoint's manifest."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, Any], run: Run) -> Progress:
+        """Continue counting. On another number of ranks each goes on from the largest count."""
+        progress = cls(**numbers)
+        for name in ("sent_bytes", "comm_seconds", "encode_seconds"):
+            counts = getattr(progress, name)
+            if len(counts) != run.world_size:
+                setattr(progress, name, [max(counts, default=0)] * run.world_size)
+        return progress
+
+    def measure(self, run: Run) -> None:
+        """Add what all ranks spent since the last call. A collective call."""
+        now = time.perf_counter()
+        totals = (run.link.ledger.sent_bytes(), run.link.exposed_seconds, run.link.encode_seconds)
+        spent = [total - before for total, before in zip(totals, self._before)]
+        rows = run.table([*spent, now - self._since])
+        zeros: list[Any] = [0] * run.world_size
+        self.sent_bytes = [n + int(row[0]) for n, row in zip(self.sent_bytes or zeros, rows)]
+        self.comm_seconds = [s + row[1] for s, row in zip(self.comm_seconds or zeros, rows)]
+        self.encode_seconds = [s + row[2] for s, row in zip(self.encode_seconds or zeros, rows)]
+        self.wall_seconds += rows[0][3]
+        self._before, self._since = totals, now

@@ -1,0 +1,52 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from thinwire.bench import recipes as bench
+
+
+def _summary(val_loss: float, sent: int, wall: float) -> dict[str, float | int]:
+    return {
+        "val_loss": val_loss,
+        "sent_bytes_per_rank": sent,
+        "wall_seconds": wall,
+        "steps": 10,
+        "comm_seconds": 1.0,
+    }
+
+
+def test_losses_are_compared_seed_by_seed() -> None:
+    rows = bench.compare(
+        {
+            "ddp": [_summary(2.0, 400, 10.0), _summary(1.0, 400, 10.0)],
+            "fp8": [_summary(2.02, 100, 5.0), _summary(1.01, 100, 20.0)],
+        }
+    )
+    assert rows[0].ratio_to_ddp == 1.0
+    assert rows[1].ratio_to_ddp == pytest.approx(1.01)
+    assert rows[1].ratio_spread == pytest.approx(0.0, abs=1e-12)
+    assert rows[1].val_loss == pytest.approx(1.515)
+    assert rows[1].sent_ratio_to_ddp == 0.25
+    assert rows[1].ratio_to_ddp_step == pytest.approx(1.25)
+
+
+def test_two_short_runs_become_a_table_and_are_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["fp8", "--seeds", "1", "--steps", "2", "--out", str(tmp_path), "--json"]
+    assert bench.main(argv) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert [row["recipe"] for row in first["rows"]] == ["ddp", "fp8"]
+    assert first["rows"][1]["sent_ratio_to_ddp"] < 0.27
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/summary.json")}
+    assert len(written) == 2
+    assert bench.main(argv) == 0
+    assert json.loads(capsys.readouterr().out) == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/summary.json")} == written
+
+
+def test_an_unknown_recipe_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["fp9"])
+    assert "unknown recipe 'fp9'; choose of ddp" in capsys.readouterr().err

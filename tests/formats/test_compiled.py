@@ -1,0 +1,69 @@
+"""Compiled kernels give the bits of eager ones.
+
+Slow on a machine that has never compiled them (half a minute of C++ compiler; cached on disk afterwards).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.formats.coding import CASTS, FP8, normal, same_bits
+from thinwire.formats import get
+from thinwire.formats.kernels import can_compile
+
+CHUNK = 1 << 16
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="torch.compile needs a C++ compiler"),
+]
+
+
+def awkward(n: int) -> torch.Tensor:
+    """Blocks of all magnitudes, and a zero, a tiny, a NaN, an inf and a huge one."""
+    x = normal(n, seed=n) * 10.0 ** torch.linspace(-28, 30, n // 128).repeat_interleave(128)
+    blocks = x.view(-1, 128)
+    blocks[3] = 0.0
+    blocks[4] = 1e-35
+    blocks[5, 7] = float("nan")
+    blocks[6, 127] = float("-inf")
+    blocks[7, 0] = 3.3e38
+    return x
+
+
+ONE_OF_EACH_KERNEL = ("fp8_e4m3", "fp8_e5m2_pow2", "fp8_e4m3_span")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ONE_OF_EACH_KERNEL else pytest.param(name, marks=pytest.mark.full) for name in FP8]
+)
+def test_compiled_kernels_give_the_bits_of_eager_ones(name: str) -> None:
+    """The full chunk runs the specialised kernel, another length the dynamic one."""
+    eager = get(name)
+    compiled = eager.compiled(CHUNK)
+    for n in (CHUNK, CHUNK // 2 + 384):
+        spans = (128 * 8, n - 128 * 8 - 256, 256)
+        x = awkward(n)
+        one, other = (torch.zeros(eager.nbytes(spans), dtype=torch.uint8) for _ in range(2))
+        eager.encode(x, one, spans=spans)
+        compiled.encode(x, other, spans=spans)
+        assert torch.equal(one, other)
+
+        one_out, other_out = torch.empty(n), torch.empty(n)
+        eager.decode(one, one_out, spans=spans)
+        compiled.decode(one, other_out, spans=spans)
+        assert same_bits(one_out, other_out)
+
+        one_sum, other_sum = normal(n, seed=1), normal(n, seed=1)
+        eager.decode_add(one, one_sum, spans=spans)
+        compiled.decode_add(one, other_sum, spans=spans)
+        assert same_bits(one_sum, other_sum)
+
+
+@pytest.mark.parametrize("name", [*CASTS, *FP8])
+def test_a_compiled_format_is_the_same_format(name: str) -> None:
+    format = get(name)
+    assert format.compiled(CHUNK) == format
+    assert format.compiled(CHUNK).name == name
+    assert format.compiled(CHUNK).nbytes((128, 384)) == format.nbytes((128, 384))

@@ -1,0 +1,180 @@
+"""State is plain tensors by slot name; restored, a reducer goes on bit for bit, whatever the calls are grouped into."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.reducers.gradients import UNEVEN, bind, equal, gradients, plain, reduce
+from tests.support.ranks import run_ranks
+from thinwire.collectives import Slot, Wire
+from thinwire.reducers import After, BoundReducer, Dense, Local, Quantized, Reducer, Routed
+
+REDUCERS: tuple[Reducer, ...] = (
+    Dense(),
+    Local(),
+    Quantized("fp8_e5m2"),
+    Quantized("fp8_e4m3", feedback="error"),
+    Quantized("bf16", feedback="error"),
+    Routed(Quantized("fp8_e5m2", feedback="error"), "*weight", otherwise=Routed(Quantized("bf16", feedback="error"), "o*")),
+    After(3, Quantized("fp8_e5m2", feedback="error")),
+    After(1, Routed(Quantized("fp8_e4m3_span", feedback="error"))),
+)
+
+
+def steps(bound: BoundReducer, numbers: Sequence[int], rank: int) -> list[dict[str, Any]]:
+    return [plain(reduce(bound, gradients(UNEVEN, number, rank))) for number in numbers]
+
+
+def saved_and_restored(reducer: Reducer) -> None:
+    wire = Wire()
+    bound = reducer.bind(UNEVEN, wire)
+    steps(bound, range(3), wire.rank)
+    file = io.BytesIO()
+    torch.save(bound.state_dict(), file)
+    straight = steps(bound, range(3, 6), wire.rank)
+
+    resumed = reducer.bind(UNEVEN, wire)
+    steps(resumed, [99], wire.rank)  # what it held before must not matter
+    file.seek(0)
+    state = torch.load(file, weights_only=True)  # nothing in it is code
+    resumed.load_state_dict(state)
+    again = resumed.state_dict()
+    assert again.keys() == state.keys()
+    for key, value in state.items():
+        assert torch.equal(again[key], value) if isinstance(value, torch.Tensor) else again[key] == value, key
+    assert all(equal(a, b) for a, b in zip(straight, steps(resumed, range(3, 6), wire.rank)))
+    wire.close()
+
+
+def every_reducer() -> None:
+    for reducer in REDUCERS:
+        saved_and_restored(reducer)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_restored_reducer_goes_on_bit_for_bit(world_size: int) -> None:
+    run_ranks(every_reducer, world_size)
+
+
+def described(reducer: Reducer) -> dict[str, Any]:
+    bound, wire = bind(reducer)
+    steps(bound, range(2), wire.rank)
+    state = bound.state_dict()
+    wire.close()
+    return {
+        key: (value.dtype, tuple(value.shape), value.requires_grad) if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_state_is_keyed_by_name_and_shaped_as_the_slots_without_padding(world_size: int) -> None:
+    expected = {f"residual.{slot.name}": (torch.float32, slot.shape, False) for slot in UNEVEN}
+    for state in run_ranks(described, world_size, Quantized("fp8_e4m3", feedback="error")):
+        assert state == {"format_version": 1, "reductions": 2, **expected}
+
+
+def test_without_feedback_only_the_count_is_state() -> None:
+    for reducer in (Dense(), Local(), Quantized("fp8_e4m3")):
+        assert run_ranks(described, 2, reducer) == [{"format_version": 1, "reductions": 2}] * 2
+
+
+NAMES = [slot.name for slot in UNEVEN]
+GROUPINGS: dict[str, list[list[list[str]]]] = {
+    "one by one": [[[name] for name in NAMES]] * 6,
+    "all together": [[NAMES]] * 6,
+    "reversed": [[NAMES[::-1]]] * 6,
+    "regrouped midway": [[NAMES]] * 2 + [[NAMES[:3], NAMES[3:]]] * 2 + [[NAMES[4:], NAMES[1:4], NAMES[:1]]] * 2,
+    "there and back": [[NAMES], [[name] for name in NAMES], [NAMES[:4], NAMES[4:]]] * 2,
+    "some taken out and put back": [[NAMES], [NAMES[:1], NAMES[1:]], [NAMES[:1], NAMES[1:]]] * 2,
+}
+
+
+def grouped() -> None:
+    wire = Wire()
+    for config in (Quantized("fp8_e4m3", feedback="error"), Quantized("fp8_e5m2_span", feedback="error")):
+        reference: list[dict[str, Any]] | None = None
+        state: dict[str, Any] = {}
+        for name, grouping in GROUPINGS.items():
+            bound = config.bind(UNEVEN, wire)
+            means = []
+            for number, groups in enumerate(grouping):
+                named = gradients(UNEVEN, number, wire.rank)
+                bound.begin()
+                futures = [bound.all_reduce({slot: named[slot] for slot in group}) for group in groups]
+                for future in futures:
+                    future.wait()
+                means.append(plain(named))
+            if reference is None:
+                reference, state = means, plain_state(bound)
+            assert all(equal(a, b) for a, b in zip(reference, means)), name
+            assert equal(plain_state(bound), state), name
+    wire.close()
+
+
+def plain_state(bound: BoundReducer) -> dict[str, Any]:
+    return plain({k: v for k, v in bound.state_dict().items() if isinstance(v, torch.Tensor)})
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_means_and_state_do_not_depend_on_how_slots_are_grouped_into_calls(world_size: int) -> None:
+    """DDP rebuilds its buckets after the first step; bucket sizes are a matter of speed alone."""
+    run_ranks(grouped, world_size)
+
+
+def restored_under_other_groups() -> None:
+    wire = Wire()
+    config = Quantized("fp8_e4m3", feedback="error")
+    bound, resumed = config.bind(UNEVEN, wire), config.bind(UNEVEN, wire)
+    steps(bound, range(3), wire.rank)
+    resumed.load_state_dict(bound.state_dict())
+    straight = steps(bound, [3], wire.rank)
+    named = gradients(UNEVEN, 3, wire.rank)
+    resumed.begin()
+    for name in NAMES:
+        resumed.all_reduce({name: named[name]}).wait()
+    assert equal(straight[0], plain(named))
+    wire.close()
+
+
+def test_state_saved_under_one_grouping_is_restored_under_another() -> None:
+    run_ranks(restored_under_other_groups, 2)
+
+
+def test_a_state_that_does_not_fit_is_refused_by_name() -> None:
+    config = Quantized("fp8_e4m3", feedback="error")
+    slots = [Slot("w", (4, 3)), Slot("b", (3,))]
+    bound = config.bind(slots, Wire())
+    good = bound.state_dict()
+    for change, sentence in [
+        ({"format_version": 7}, "format_version 7, this version reads 1"),
+        ({"residual.b": None}, "no residual of 'b'"),
+        ({"residual.w": torch.zeros(3, 4)}, r"residual of 'w' has shape \(3, 4\), expected \(4, 3\)"),
+        ({"residual.stranger": torch.zeros(3)}, "a residual of 'stranger', which this reducer does not keep"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            bound.load_state_dict({**good, **change})
+    with pytest.raises(ValueError, match="a residual of 'w', which this reducer does not keep"):
+        Quantized("fp8_e4m3").bind(slots, Wire()).load_state_dict(good)
+
+
+def averaged_parameters() -> None:
+    """Leaves that require gradients may be averaged in grad mode; the reducer takes no part in autograd."""
+    bound, wire = bind(Quantized("fp8_e4m3", feedback="error"), [Slot("w", (300,))])
+    for _ in range(2):
+        parameter = torch.nn.Parameter(torch.linspace(0, 1, 300) * (wire.rank + 1))
+        (parameter * 2).sum().backward()
+        reduce(bound, {"w": parameter})
+        assert parameter.is_leaf
+        assert parameter.grad_fn is None
+    assert not bound.state_dict()["residual.w"].requires_grad
+    wire.close()
+
+
+def test_averaging_parameters_leaves_no_trace_in_autograd() -> None:
+    run_ranks(averaged_parameters, 2)

@@ -1,0 +1,175 @@
+"""A run that is killed and resumed, twice in one epoch, ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import thinwire as tw
+from tests.support.ranks import RankFailed, run_ranks
+from tests.train.jobs import job, lines, run_job
+from thinwire.train import loop
+from thinwire.train.arguments import to_toml
+from thinwire.train.checkpoint import checkpoints_in
+from thinwire.train.config import TrainConfig
+from thinwire.train.data import build_data
+
+SAME = ("param_hash", "val_loss", "final_train_loss", "tokens", "skipped_steps", "sent_bytes_per_rank", "steps")
+
+
+def _job(tmp_path: Path, recipe: str, accumulation: int) -> TrainConfig:
+    """Sixty steps that cross an epoch after about forty, of a model with dropout; a checkpoint every five."""
+    import transformers
+
+    model = tmp_path / "model"
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    transformers.GPT2Config(**sizes, resid_pdrop=0.1, embd_pdrop=0.1).save_pretrained(model)
+    return job(
+        tmp_path,
+        recipe=recipe,
+        accumulation=accumulation,
+        steps=60,
+        batch_size=16,
+        threads=1,
+        seed=3,
+        checkpoint_every=5,
+        verify_every=20,
+        model_name=str(model),
+        model_random_weights=True,
+    )
+
+
+def _train_and_die(config: TrainConfig, out: Path, step: int) -> None:
+    """Train and be killed by SIGKILL in this step, once there is a checkpoint."""
+    original = loop.training_step
+    had = len(checkpoints_in(out / "checkpoints"))
+
+    def training_step(run: Any, progress: Any, stop: Any) -> Any:
+        if progress.step >= step:
+            while len(checkpoints_in(out / "checkpoints")) <= min(had, config.checkpoint.keep - 1):
+                time.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(run, progress, stop)
+
+    loop.training_step = training_step
+    run_job(config, out)
+
+
+def _check(tmp_path: Path, recipe: str, world_size: int, accumulation: int) -> None:
+    config = _job(tmp_path, recipe, accumulation)
+    epoch = build_data(config.data, seed=config.seed)[0].num_sequences // config.batch_size
+    assert 30 < epoch < config.steps - 5
+    chance = random.Random(f"{recipe} {world_size} {accumulation}")
+    first = chance.randint(6, 14)
+    second = chance.randint(first + 6, 30)
+    straight = run_ranks(run_job, world_size, config, tmp_path / "straight")
+    out = tmp_path / "out"
+    for step in (first, second):
+        killed = run_ranks(_train_and_die, world_size, config, out, step, check=False)
+        assert all(isinstance(result, RankFailed) for result in killed)
+        assert any("exit code -9" in str(result) for result in killed)
+        config = replace(config, resume=True)
+        newest = json.loads((checkpoints_in(out / "checkpoints")[0] / "manifest.json").read_text())["step"]
+        assert 5 <= newest <= step
+    resumed = run_ranks(run_job, world_size, config, out)
+    for before, after in zip(straight, resumed):
+        assert {key: after[key] for key in SAME} == {key: before[key] for key in SAME}
+        assert after["param_hash"] == straight[0]["param_hash"]
+    losses = [[(line["step"], line["loss"]) for line in lines(tmp_path / run)] for run in ("straight", "out")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("recipe", tw.recipes.names())
+def test_killed_twice_and_resumed_is_bit_for_bit_the_straight_run(tmp_path: Path, recipe: str) -> None:
+    _check(tmp_path, recipe, world_size=2, accumulation=1 + (len(recipe) % 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("recipe", tw.recipes.names())
+def test_killed_twice_and_resumed_on_any_number_of_ranks(
+    tmp_path: Path, recipe: str, world_size: int, accumulation: int
+) -> None:
+    _check(tmp_path, recipe, world_size, accumulation)
+
+
+# -- through the command -----------------------------------------------------------------------------------
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "thinwire", "train", *arguments],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _newest(out: Path) -> str:
+    found = checkpoints_in(out / "checkpoints")
+    return found[0].name if found else ""
+
+
+def _wait_for_another_checkpoint(process: subprocess.Popen[str], out: Path) -> None:
+    before, deadline = _newest(out), time.monotonic() + 60
+    while _newest(out) == before:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _workers(launcher: int) -> list[int]:
+    """The processes that were forked by the fork server of this launcher."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            children.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(
+                int(path.parent.name)
+            )
+        except OSError:  # it has ended
+            continue
+    return [worker for child in children.get(launcher, []) for worker in children.get(child, [])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["a worker", pytest.param("the whole tree", marks=pytest.mark.full)])
+def test_the_command_goes_on_bit_for_bit_after_a_kill(tmp_path: Path, victim: str) -> None:
+    """Slow: two launches of the whole program, each importing everything."""
+    config = replace(_job(tmp_path, "fp8-ef", 2), steps=40)
+    (tmp_path / "job.toml").write_text(to_toml(config))
+    out = tmp_path / "out"
+    straight = run_ranks(run_job, 2, config, tmp_path / "straight")[0]
+
+    process = _start("--config", str(tmp_path / "job.toml"), "--out", str(out))
+    _wait_for_another_checkpoint(process, out)
+    workers = _workers(process.pid)
+    assert len(workers) == 2
+    if victim == "a worker":
+        os.kill(workers[1], signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "was killed by SIGKILL" in errors
+        assert str(workers[1]) in errors
+    else:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert not (out / "summary.json").exists()
+
+    process = _start("--resume", "--out", str(out))
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    resumed = json.loads((out / "summary.json").read_text())
+    assert {key: resumed[key] for key in SAME} == {key: straight[key] for key in SAME}
