@@ -1,6 +1,6 @@
 """Two lines turn a DDP script into one that sends a quarter of the bytes.
 
-    torchrun --nproc-per-node 2 examples/ddp.py
+torchrun --nproc-per-node 2 examples/ddp.py
 """
 
 import torch

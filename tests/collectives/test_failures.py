@@ -15,10 +15,15 @@ import torch.distributed as dist
 
 from tests.support.ranks import RankFailed, run_ranks
 from thinwire.collectives import CollectiveError, Slot, Wire
-from thinwire.reducers import Dense, Quantized, Reducer, Routed
+from thinwire.reducers import BoundReducer, Dense, Quantized, Reducer, Routed
 
 SLOTS = (Slot("layers.0.weight", (300, 300)), Slot("layers.0.bias", (300,)))
 QUANTIZED = Quantized("fp8_e5m2", feedback="error")
+
+
+def another_reduction(bound: BoundReducer) -> None:
+    bound.begin()
+    bound.all_reduce({"layers.0.bias": torch.ones(300)})
 
 
 def lose_rank_1(reducer: Reducer, how: int, timeout: float) -> None:
@@ -37,14 +42,15 @@ def lose_rank_1(reducer: Reducer, how: int, timeout: float) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pids[1]), signal.SIGKILL)  # or a stopped process would outlast the test
             with pytest.raises(CollectiveError, match="no answer from rank 1"):
-                bound.begin()
-                bound.all_reduce({"layers.0.bias": torch.ones(300)})
+                another_reduction(bound)
             raise AssertionError(f"{type(error).__name__}|{error}") from None
 
 
 def survivors(results: list[Any]) -> list[str]:
     assert all(isinstance(result, RankFailed) for result in results)
-    return [re.findall(r"AssertionError: (.*)", str(result))[-1] for rank, result in enumerate(results) if rank != 1]
+    return [
+        re.findall(r"AssertionError: (.*)", str(result))[-1] for rank, result in enumerate(results) if rank != 1
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +74,8 @@ def test_a_stopped_rank_is_named_by_all_others_once_the_timeout_is_over() -> Non
     results = run_ranks(lose_rank_1, 3, QUANTIZED, signal.SIGSTOP, 2.0, timeout=25, check=False)
     for rank, message in zip((0, 2), survivors(results)):
         assert re.match(
-            rf"CollectiveError\|rank {rank}: all_to_all of 'layers.0.weight' and 1 more failed; no answer from rank 1: ",
+            rf"CollectiveError\|rank {rank}: all_to_all of 'layers.0.weight' and 1 more failed; "
+            "no answer from rank 1: ",
             message,
         ), message
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,9 +17,9 @@ some_shapes = st.one_of(
     st.tuples(st.integers(1, 3 * CHUNK)),
     st.tuples(st.integers(1, 40), st.integers(1, 70000)),
 )
-some_slots = st.lists(st.tuples(some_shapes, st.sampled_from([None, 1, 3, 7, 100, 128, 5000])), min_size=1, max_size=6).map(
-    lambda given: tuple(Slot(f"slot{i}", shape, unit=unit) for i, (shape, unit) in enumerate(given))
-)
+some_slots = st.lists(
+    st.tuples(some_shapes, st.sampled_from([None, 1, 3, 7, 100, 128, 5000])), min_size=1, max_size=6
+).map(lambda given: tuple(Slot(f"slot{i}", shape, unit=unit) for i, (shape, unit) in enumerate(given)))
 world_sizes = st.integers(1, 9)
 checked = settings(max_examples=80, deadline=None, derandomize=True)
 
@@ -128,7 +130,7 @@ def test_spans_depend_on_the_slot_and_the_world_size_alone(
 @checked
 @given(slots=some_slots, world_size=world_sizes, block=st.sampled_from(BLOCKS))
 def test_the_layout_is_a_pure_function(slots: tuple[Slot, ...], world_size: int, block: int) -> None:
-    assert Layout(slots, world_size, block) == Layout(tuple(list(slots)), world_size, block)
+    assert Layout(slots, world_size, block) == Layout(copy.deepcopy(slots), world_size, block)
 
 
 @checked

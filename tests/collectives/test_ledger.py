@@ -95,7 +95,9 @@ def counted() -> list[tuple[int, int, int]]:
         for _ in range(2):
             bound.begin()
             bound.all_reduce({slot.name: torch.ones(slot.shape) for slot in SLOTS}).wait()
-        found.append((wire.ledger.sent_bytes(), 2 * reducer.sent_bytes(SLOTS, wire.world_size), meter.bytes - before))
+        found.append(
+            (wire.ledger.sent_bytes(), 2 * reducer.sent_bytes(SLOTS, wire.world_size), meter.bytes - before)
+        )
         wire.close()
     return found
 

@@ -69,9 +69,7 @@ class Journal:
 
 
 def pipeline() -> Pipeline:
-    return Pipeline(
-        torch.device("cpu"), lambda op, label, error: RuntimeError(f"{op} of {label}: {error}")
-    )
+    return Pipeline(torch.device("cpu"), lambda op, label, error: RuntimeError(f"{op} of {label}: {error}"))
 
 
 def submit(pipe: Pipeline, tasks: list[Task], label: str = "job") -> Future[None]:
@@ -234,7 +232,9 @@ def exchange(jobs: int) -> dict[str, Any]:
         time.sleep(naps.random() * 0.002)
         first = job * 10
         futures.append(
-            wire.submit([dense(first)] if job % 4 == 3 else [two_phases(first + k) for k in range(1 + job % 3)], "job")
+            wire.submit(
+                [dense(first)] if job % 4 == 3 else [two_phases(first + k) for k in range(1 + job % 3)], "job"
+            )
         )
     for future in futures:
         future.wait()

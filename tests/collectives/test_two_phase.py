@@ -62,7 +62,9 @@ class Run:
         """This rank's pieces of the sums."""
         self.wire.submit([self.step.reduce_scatter(c, self.deliver) for c in self.layout.chunks], "half").wait()
         own = self.received[self.wire.rank]
-        return {p.slot.name: own[p.offset : p.offset + p.length(self.wire.rank)].clone() for p in self.layout.places}
+        return {
+            p.slot.name: own[p.offset : p.offset + p.length(self.wire.rank)].clone() for p in self.layout.places
+        }
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -73,7 +75,11 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name: x.reshape(-1).numpy().copy() for name, x in tensors.items()}
 
 
-FORMATS: tuple[Format, ...] = (*map(get, names()), Float8("e4m3", block=48), Float8("e5m2", block=16, per_span=True))
+FORMATS: tuple[Format, ...] = (
+    *map(get, names()),
+    Float8("e4m3", block=48),
+    Float8("e5m2", block=16, per_span=True),
+)
 
 
 def agree_with_the_oracle() -> list[dict[str, Any]]:

@@ -40,7 +40,16 @@ def _runs() -> dict[str, Any]:
     ]
     found["bfloat16"] = _rounded_once(tw.Dense()), _rounded_once(None)
     found["fp8"] = _identity_and_bytes(FP8)
+    if dist.get_world_size() == 4:
+        found["subgroups"] = _in_a_subgroup()
     return found
+
+
+def _in_a_subgroup() -> tuple[str, str, str]:
+    """Ranks 0 and 2, and ranks 1 and 3, train a model each: with Dense, plain, and with a lossy reducer."""
+    group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    dense, plain, lossy = (trained(reducer, process_group=group) for reducer in (tw.Dense(), None, FP8))
+    return dense, plain, lossy
 
 
 def _attached_and_detached() -> str:
@@ -150,3 +159,9 @@ def test_means_of_bfloat16_gradients_are_rounded_once_where_plain_ddp_rounds_eve
 def test_a_lossy_reducer_on_one_rank_changes_and_sends_nothing(runs: list[dict[str, Any]]) -> None:
     for rank in runs:
         assert rank["fp8"] == (True, 0) if len(runs) == 1 else rank["fp8"][1] > 0
+
+
+def test_a_ddp_model_of_some_ranks_averages_over_those() -> None:
+    ranks = [rank["subgroups"] for rank in runs_on(4)]
+    assert all(dense == plain != lossy for dense, plain, lossy in ranks)
+    assert len({dense for dense, _, _ in ranks}) > 1

@@ -123,3 +123,18 @@ def raw(tensor: Tensor) -> bytes:
 def residuals(link: tw.Link) -> dict[str, Tensor]:
     """Error memory of this rank by parameter name, of reducers however nested."""
     return {k.partition("residual.")[2]: v.clone() for k, v in link.state_dict().items() if "residual." in k}
+
+
+def parameter_bits(module: nn.Module) -> str:
+    """A hash of the parameters alone: the same on all ranks of any replicas that are."""
+    return hashlib.sha256(b"".join(map(raw, module.parameters()))).hexdigest()[:16]
+
+
+def memory_bits(link: tw.Link | None) -> str:
+    """A hash of this rank's error memory."""
+    return hashlib.sha256(b"".join(map(raw, residuals(link).values()))).hexdigest()[:16] if link else ""
+
+
+def vectors(step: int) -> Tensor:
+    """Four rows of 20 numbers."""
+    return numbers(step, 20)

@@ -30,5 +30,5 @@ def test_fp32_carries_every_bit() -> None:
 
 
 def test_a_cast_to_another_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="Cast knows float32, bfloat16 and float16, got torch.int8"):
+    with pytest.raises(ValueError, match=r"Cast knows float32, bfloat16 and float16, got torch\.int8"):
         Cast(torch.int8)

@@ -75,7 +75,9 @@ def test_random_blocks_of_all_sizes_are_encoded_as_the_oracle_does(name: str) ->
         buffer = encoded(format, x, spans)
         scales, codes = split(format, buffer, spans)
         if format.per_span:
-            parts = [oracle.encode(part.numpy(), format.element, format.scale, len(part)) for part in x.split(spans)]
+            parts = [
+                oracle.encode(part.numpy(), format.element, format.scale, len(part)) for part in x.split(spans)
+            ]
         else:
             parts = [oracle.encode(x.numpy(), format.element, format.scale, format.block)]
         assert same_bits(scales, torch.from_numpy(np.concatenate([s for s, _ in parts])))

@@ -1,4 +1,4 @@
-"""Packing, for any spans: sizes are exact and aligned, nothing outside the buffers is touched, adding is adding."""
+"""Packing, for any spans: sizes are exact, nothing outside the buffers is touched, adding is adding."""
 
 from __future__ import annotations
 

@@ -85,7 +85,8 @@ def plain(named: Mapping[str, Tensor]) -> dict[str, Any]:
 def equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Bit for bit, names included."""
     return a.keys() == b.keys() and all(
-        np.array_equal(np.asarray(a[name]).view(np.uint8), np.asarray(b[name]).view(np.uint8)) if np.asarray(a[name]).ndim
+        np.array_equal(np.asarray(a[name]).view(np.uint8), np.asarray(b[name]).view(np.uint8))
+        if np.asarray(a[name]).ndim
         else np.array_equal(a[name], b[name])
         for name in a
     )

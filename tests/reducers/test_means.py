@@ -1,4 +1,4 @@
-"""The means themselves: equal to a written-out version, on every rank, for any shape, dtype, weight and grouping."""
+"""The means themselves: equal to a written-out version, on every rank, for any shape, dtype and weight."""
 
 from __future__ import annotations
 
@@ -192,25 +192,35 @@ def test_reduce_scatter_gives_each_rank_its_piece_after_the_first_phase(world_si
     run_ranks(halves, world_size)
 
 
+def shard(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """The rows of x that FSDP2 would give this rank."""
+    return [*x.chunk(wire.world_size), *[x[:0]] * wire.world_size][wire.rank]
+
+
 def every_scatter() -> None:
     """Rows as units: all reducers agree on the pieces, and on a world of one the piece is everything."""
     wire = Wire()
-    slots = [Slot("w", (10, 6), unit=6), Slot("v", (2, 4, 3), unit=12), Slot("half", (5, 7), torch.bfloat16, unit=7)]
-    for reducer in (Dense(), Quantized("fp32"), Quantized("fp8_e4m3", feedback="error"), Routed(Quantized("fp32"))):
+    slots = [
+        Slot("w", (10, 6), unit=6),
+        Slot("v", (2, 4, 3), unit=12),
+        Slot("half", (5, 7), torch.bfloat16, unit=7),
+    ]
+    for reducer in (
+        Dense(),
+        Quantized("fp32"),
+        Quantized("fp8_e4m3", feedback="error"),
+        Routed(Quantized("fp32")),
+    ):
         bound = reducer.bind(slots, wire)
         named = {slot.name: gradient(slot, 0, wire.rank) for slot in slots}
         named["w"] = named["w"].t().contiguous().t()
-        shapes = {s.name: s.shape[0] - len(torch.arange(s.shape[0])) for s in slots}
-        for slot in slots:
-            shards = [*torch.arange(slot.shape[0]).chunk(wire.world_size), *[torch.arange(0)] * wire.world_size]
-            shapes[slot.name] = len(shards[wire.rank])
-        out = {s.name: torch.zeros(shapes[s.name], *s.shape[1:], dtype=s.dtype) for s in slots}
+        out = {slot.name: torch.zeros_like(shard(named[slot.name], wire)) for slot in slots}
         bound.begin()
         bound.reduce_scatter(named, out).wait()
         for slot in slots:
             exact = exact_mean(slot, 0, wire.world_size)
-            shards = [*exact.chunk(wire.world_size), *[exact[:0]] * wire.world_size]
-            assert torch.allclose(out[slot.name].double(), shards[wire.rank], rtol=0.1, atol=0.1 * float(exact.abs().max()))
+            tolerance = 0.1 * float(exact.abs().max())
+            assert torch.allclose(out[slot.name].double(), shard(exact, wire), rtol=0.1, atol=tolerance)
     wire.close()
 
 
@@ -229,7 +239,7 @@ def refusals() -> None:
             bound.all_reduce({"stranger": torch.zeros(4)})
         with pytest.raises(ValueError, match=r"'w' has shape \(2, 8\), was bound as \(4, 4\)"):
             bound.all_reduce({"w": torch.zeros(2, 8)})
-        with pytest.raises(ValueError, match="the piece of 'w' on rank . has .* elements, got 3"):
+        with pytest.raises(ValueError, match=r"the piece of 'w' on rank . has .* elements, got 3"):
             bound.reduce_scatter({"w": torch.zeros(4, 4)}, {"w": torch.zeros(3)})
         bound.all_reduce({"w": torch.ones(4, 4)}).wait()  # nothing has changed
     bound = Quantized("fp8_e4m3").bind(slots, wire)
@@ -246,7 +256,9 @@ def test_unknown_slots_wrong_shapes_and_double_reductions_are_refused_by_name() 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float64, torch.bool])
 def test_quantized_refuses_other_dtypes_by_name(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=rf"got {dtype} for 'layers.0.weight'; send it through Dense\(\) with Routed"):
+    with pytest.raises(
+        ValueError, match=rf"got {dtype} for 'layers.0.weight'; send it through Dense\(\) with Routed"
+    ):
         Quantized("fp8_e4m3").bind([Slot("layers.0.weight", (3,), dtype)], Wire())
 
 

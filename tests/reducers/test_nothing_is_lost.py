@@ -30,7 +30,9 @@ FORMATS: tuple[str | Format, ...] = (
 LOSS_SCALES = (1.0, 1024.0, 65536.0, 2.0**-3, 3.7)
 
 
-def scatter(bound: BoundReducer, named: dict[str, torch.Tensor], block: int, weight: float) -> dict[str, torch.Tensor]:
+def scatter(
+    bound: BoundReducer, named: dict[str, torch.Tensor], block: int, weight: float
+) -> dict[str, torch.Tensor]:
     """reduce_scatter, and the pieces of all ranks put together again."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     places = Layout(UNEVEN, world_size, block).places
@@ -89,7 +91,8 @@ def every_format(stage: Stage) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage"), [(2, "all_reduce"), (3, "all_reduce"), (4, "all_reduce"), (2, "reduce_scatter"), (3, "mixed")]
+    ("world_size", "stage"),
+    [(2, "all_reduce"), (3, "all_reduce"), (4, "all_reduce"), (2, "reduce_scatter"), (3, "mixed")],
 )
 def test_means_and_residuals_add_up_to_the_exact_means(world_size: int, stage: Stage) -> None:
     """With uneven shapes, weights and changing loss scales."""

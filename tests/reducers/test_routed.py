@@ -1,4 +1,4 @@
-"""Routed sends each slot through the reducer that suits it; After changes the reducer once; Local leaves all alone."""
+"""Routed sends each slot through the reducer that suits it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.reducers.gradients import bind, equal, gradients, plain, reduce
 from tests.support.ranks import run_ranks
 from thinwire.collectives import Slot, Wire
-from thinwire.reducers import After, BoundReducer, Dense, Local, Quantized, Reducer, Routed
+from thinwire.reducers import Dense, Local, Quantized, Reducer, Routed
 from thinwire.reducers.routed import MATRICES, Rule, matches
 
 SLOTS = (
@@ -147,116 +147,3 @@ def empty_calls() -> None:
 
 def test_routes_without_slots_and_calls_without_tensors_do_nothing() -> None:
     run_ranks(empty_calls, 2)
-
-
-class Counted:
-    """Which phases a reduction used."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire, self._before = wire, {}
-
-    def phases(self) -> set[str]:
-        now = {row.phase: row.calls for row in self._wire.ledger.rows()}
-        used = {phase for phase, calls in now.items() if calls > self._before.get(phase, 0)}
-        self._before: dict[str, int] = now
-        return used
-
-
-def warmed_up() -> list[list[str]]:
-    """Phases by reduction, straight and resumed after the first."""
-    slots = [Slot("w", (64, 64))]
-    wire = Wire()
-    config = After(2, Quantized("fp8_e4m3", feedback="error"))
-    bound = config.bind(slots, wire)
-    counted, found = Counted(wire), []
-    states = []
-    for number in range(4):
-        mean = reduce(bound, gradients(slots, number, wire.rank))["w"]
-        expected = (Dense() if number < 2 else Quantized("fp8_e4m3")).bind(slots, wire)
-        found.append(sorted(counted.phases()))
-        if number < 3:  # from the second lossy reduction on there is feedback
-            assert torch.equal(mean, reduce(expected, gradients(slots, number, wire.rank))["w"])
-            counted.phases()
-        states.append(bound.state_dict())
-    for resumed_after in (1, 2, 3):
-        resumed = config.bind(slots, wire)
-        resumed.load_state_dict(states[resumed_after - 1])
-        counted.phases()
-        for number in range(resumed_after, 4):
-            reduce(resumed, gradients(slots, number, wire.rank))
-            assert sorted(counted.phases()) == found[number]
-        assert torch.equal(resumed.state_dict()["after.residual.w"], states[-1]["after.residual.w"])
-    wire.close()
-    return found
-
-
-def test_after_changes_the_reducer_at_its_reduction_and_remembers_where_it_was() -> None:
-    dense, lossy = ["dense"], ["gather", "scatter"]
-    assert run_ranks(warmed_up, 2) == [[dense, dense, lossy, lossy]] * 2
-
-
-def test_after_refuses_a_negative_count() -> None:
-    with pytest.raises(ValueError, match="After needs a number of reductions of at least 0, got -1"):
-        After(-1, FP8)
-
-
-def local() -> int:
-    bound, wire = bind(Local(), SLOTS)
-    named = gradients(SLOTS, 0, wire.rank)
-    before = plain(named)
-    assert equal(plain(reduce(bound, named)), before)
-    assert bound.replicas == "drift"
-    assert Routed(Local(), "embed*").bind(SLOTS, wire).replicas == "drift"
-    piece = {"block.bias": torch.zeros(20)}
-    bound.reduce_scatter({"block.bias": named["block.bias"]}, piece).wait()
-    assert torch.equal(piece["block.bias"], named["block.bias"][20 * wire.rank : 20 * wire.rank + 20])
-    wire.close()
-    return wire.ledger.sent_bytes()
-
-
-def test_local_leaves_tensors_alone_and_sends_nothing() -> None:
-    assert run_ranks(local, 3) == [0, 0, 0]
-
-
-def memory(reducer: Reducer) -> tuple[int, int]:
-    """What the reducer says it holds and the tensors that have come into the world since it was bound."""
-    import gc
-
-    def storages() -> dict[int, int]:
-        gc.collect()
-        found = {}
-        for thing in gc.get_objects():
-            if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
-                storage = thing.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-        return found
-
-    wire = Wire()
-    before = storages()
-    bound: BoundReducer = reducer.bind(SLOTS, wire)
-    for number in range(2):
-        reduce(bound, gradients(SLOTS, number, wire.rank))
-    held = {pointer: size for pointer, size in storages().items() if pointer not in before}
-    wire.close()
-    return bound.memory_bytes(), sum(held.values())
-
-
-@pytest.mark.parametrize(
-    "reducer", [Routed(Quantized("fp8_e4m3", feedback="error")), Routed(FP8), Dense(), Local()], ids=repr
-)
-def test_memory_bytes_is_what_the_tensors_take(reducer: Reducer) -> None:
-    for said, measured in run_ranks(memory, 2, reducer):
-        assert said <= measured <= said + 64  # a few scalars
-
-
-def elements(feedback: Any) -> int:
-    slots = [Slot("w", (512, 512))]
-    bound, wire = bind(Quantized("fp8_e4m3", feedback=feedback), slots)
-    bytes_at_rest = bound.memory_bytes()
-    wire.close()
-    return bytes_at_rest
-
-
-@pytest.mark.parametrize(("feedback", "expected"), [("none", 4), ("error", 8)])
-def test_memory_is_4_bytes_per_element_and_8_with_feedback(feedback: str, expected: int) -> None:
-    assert run_ranks(elements, 2, feedback) == [expected * 512 * 512] * 2

@@ -83,9 +83,9 @@ def _in_the_middle_of_removing() -> None:
 
 
 STAGES: dict[str, tuple[Callable[[], None], int]] = {  # and the step that is there afterwards
-    "before anything is written": (lambda: _before(storage._Writer, "set_up_storage_writer"), 1),
+    "before anything is written": (lambda: _before(storage.HuggingFaceStorageWriter, "set_up_storage_writer"), 1),
     "in the middle of a file": (_in_the_middle_of_a_file, 1),
-    "after the files": (lambda: _after(storage._Writer, "finish"), 1),
+    "after the files": (lambda: _after(storage.HuggingFaceStorageWriter, "finish"), 1),
     "before the checksums": (lambda: _before(Checkpointer, "_checksums"), 1),
     "before the manifest": (lambda: _before(Checkpointer, "_commit"), 1),
     "in the middle of the manifest": (_in_the_middle_of_the_manifest, 1),
@@ -163,6 +163,26 @@ def test_what_a_kill_left_behind_is_removed_by_the_next_save(tmp_path: Path) -> 
     save_steps(tmp_path, [7])
     assert _names(tmp_path) == ["step-00000007"]
     assert load(tmp_path)[0] == 7
+
+
+def _sweep_slowly(directory: Path, stale: Path) -> None:
+    sweep, prepare = storage.sweep, storage.HuggingFaceStorageWriter.prepare_local_plan
+
+    def prepare_local_plan(self: Any, plan: Any) -> Any:
+        assert not stale.exists()
+        return prepare(self, plan)
+
+    storage.HuggingFaceStorageWriter.prepare_local_plan = prepare_local_plan  # type: ignore[method-assign]
+    storage.sweep = lambda parent: (time.sleep(0.3), sweep(parent))[1]
+    save_steps(directory, [7])
+
+
+def test_no_rank_begins_to_write_before_that(tmp_path: Path) -> None:
+    stale = tmp_path / ".unfinished-step-00000007" / "shard-00009-model-00001-of-00001.safetensors"
+    stale.parent.mkdir()
+    stale.write_bytes(b"?")
+    run_ranks(_sweep_slowly, 3, tmp_path, stale)
+    assert _names(tmp_path) == ["step-00000007"]
 
 
 # -- how many are kept -------------------------------------------------------------------------------------
@@ -388,8 +408,8 @@ def test_ranks_with_other_state_to_save_are_named(tmp_path: Path) -> None:
 
 def _save_then_change(directory: Path) -> tuple[dict[str, Any], bool]:
     may_write = threading.Event()
-    original = storage._Writer.write_data
-    storage._Writer.write_data = lambda *args: (may_write.wait(20), original(*args))[1]  # type: ignore[method-assign]
+    original = storage.HuggingFaceStorageWriter.write_data
+    storage.HuggingFaceStorageWriter.write_data = lambda *args: (may_write.wait(20), original(*args))[1]  # type: ignore[method-assign]
     state = fresh()
     advance(state)
     held = content(state)
@@ -443,7 +463,11 @@ def _one_rank_fails(directory: Path, where: str) -> tuple[str, list[str], dict[s
         raise OSError(28, "No space left on device")
 
     if rank() == 1 or where == "write":
-        owner = {"write_data": storage._Writer, "_checksums": Checkpointer, "write": manifest.Manifest}[where]
+        owner = {
+            "write_data": storage.HuggingFaceStorageWriter,
+            "_checksums": Checkpointer,
+            "write": manifest.Manifest,
+        }[where]
         kept = getattr(owner, where)
         setattr(owner, where, fail)
     checkpointer.save(2, state)

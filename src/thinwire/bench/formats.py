@@ -33,7 +33,7 @@ class Row:
 def main(argv: list[str]) -> int:
     """Run the benchmark; returns the exit code."""
     parser = argparse.ArgumentParser(prog="thinwire bench formats", description=__doc__.split("\n")[0])
-    parser.add_argument("formats", nargs="*", metavar="FORMAT", help=f"of {', '.join(formats.names())} (default: all)")
+    parser.add_argument("formats", nargs="*", metavar="FORMAT", help="see docs/formats.md (default: all)")
     parser.add_argument("--mib", type=int, default=64, help="size of the float32 tensor (default 64)")
     parser.add_argument("--repeats", type=int, default=15, help="timed calls per op (default 15)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")

@@ -55,13 +55,14 @@ class Wire:
         self.keeps_memory = False
         """Whether a reducer on this wire keeps error memory, so that all of them watch for non-finite means."""
         self.rank, self.world_size = 0, 1
-        self._ranks: list[int] = [0]
+        self.ranks: list[int] = [0]
+        """The ranks of the group in the world, by which people know them."""
         self._timeout = timeout
         self._phases = {} if phases is None else phases
         if dist.is_available() and dist.is_initialized():
             group = group if group is not None else dist.distributed_c10d._get_default_group()
-            self._ranks = dist.get_process_group_ranks(group)
-            self.rank, self.world_size = dist.get_rank(group), len(self._ranks)
+            self.ranks = dist.get_process_group_ranks(group)
+            self.rank, self.world_size = dist.get_rank(group), len(self.ranks)
             self._timeout = timeout or _group_timeout(group, self.device)
         self._pipeline = Pipeline(self.device, self._explain)
         if self.world_size > 1:
@@ -71,7 +72,7 @@ class Wire:
         """The process group of a phase, made at its first mention (then it is a collective call)."""
         if name not in self._phases:
             new = dist.new_group(
-                self._ranks,
+                self.ranks,
                 timeout=self._timeout,
                 use_local_synchronization=True,
                 group_desc=f"thinwire {self.scope} {name}",
@@ -160,7 +161,7 @@ class Wire:
         missing = self._missing_ranks()
         who = f"; no answer from rank {', '.join(map(str, missing))}" if missing else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return CollectiveError(f"rank {self.rank}: {op} of {label} failed{who}: {reason}")
+        return CollectiveError(f"rank {self.ranks[self.rank]}: {op} of {label} failed{who}: {reason}")
 
     def _missing_ranks(self) -> list[int]:
         """Ranks that do not say within a few seconds that they saw a failure too: dead, stopped or stuck.
@@ -179,7 +180,7 @@ class Wire:
     def _ask_store(self) -> list[int]:
         try:
             store = dist.distributed_c10d._get_default_store()
-            key = "thinwire/failed/" + ",".join(map(str, self._ranks))
+            key = f"thinwire/failed/{self._phases[CONTROL].group_name}"
             store.set(f"{key}/{self.rank}", "alive")
             missing = set(range(self.world_size))
             deadline = time.monotonic() + PATIENCE_SECONDS
@@ -189,7 +190,7 @@ class Wire:
         except RuntimeError as error:  # the store lives in a process that may be the dead one
             logger.debug("the store cannot tell which rank failed: %s", error)
             return []
-        return sorted(missing)
+        return [self.ranks[rank] for rank in sorted(missing)]
 
 
 def _group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -2,7 +2,9 @@
 
 For float32 gradients and DDP's bucket order this is bit for bit what plain DDP computes (multiply by 1/W,
 then sum). Above two ranks the order in which a ring adds depends on the position in the buffer, so, as with
-plain DDP, the last bit depends on the buckets. Sends 2 (W-1)/W x 4 bytes per element (8 for float64).
+plain DDP, the last bit depends on the buckets. Sends 2 (W-1)/W x 4 bytes per element (8 for float64). Where
+gradients are views of DDP's buckets and zeroed in place, plain DDP divides by W instead of multiplying by
+1/W: another last bit, unless W is a power of two.
 """
 
 from __future__ import annotations

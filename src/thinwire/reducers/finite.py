@@ -17,7 +17,7 @@ class FiniteWatch:
         self._sum = torch.zeros((), device=device)
 
     def see(self, mean: Tensor) -> None:
-        """Take note of a mean."""
+        """Take note of a mean. (One whose sum overflows, 1e33 and more, counts as non-finite.)"""
         self._sum += mean.sum() * 0.0  # 0 x inf and 0 x NaN are NaN
 
     def all_finite(self) -> bool:

@@ -33,15 +33,17 @@ from thinwire.collectives.pipeline import Task
 from thinwire.collectives.two_phase import Buffers, Deliver, TwoPhase
 from thinwire.formats import Format, get
 from thinwire.formats.kernels import can_compile
+from thinwire.reducers.alone import BoundAlone
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
     FORMAT_VERSION,
+    BoundReducer,
     State,
-    check_pieces,
     check_state_version,
     check_tensors,
     done,
     label,
+    residuals_in,
 )
 from thinwire.reducers.region import Region
 from thinwire.reducers.views import Staged
@@ -74,13 +76,15 @@ class Quantized:
         if self.feedback not in ("none", "error"):
             raise ValueError(f"Quantized feedback must be 'none' or 'error', got {self.feedback!r}")
 
-    def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundQuantized:
+    def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundReducer:
         for slot in slots:
             if slot.dtype not in FLOATS:
                 raise ValueError(
                     f"Quantized needs float32, bfloat16 or float16, got {slot.dtype} for {slot.name!r}; "
                     "send it through Dense() with Routed"
                 )
+        if wire.world_size == 1:
+            return BoundAlone(slots, wire.device, keeps=self.feedback == "error")
         return BoundQuantized(self, slots, wire, self._executable(slots, wire))
 
     def sent_bytes(self, slots: Sequence[Slot], world_size: int) -> int:
@@ -95,7 +99,7 @@ class Quantized:
         format = get(self.format)
         wanted = self.compile
         if wanted is None:
-            wanted = wire.world_size > 1 and sum(slot.numel for slot in slots) >= COMPILE_FROM
+            wanted = sum(slot.numel for slot in slots) >= COMPILE_FROM
         if wanted and not can_compile(wire.device):
             if self.compile:
                 raise ValueError(
@@ -143,11 +147,10 @@ class BoundQuantized:
         self._open: dict[tuple[str, ...], Future[None]] = {}  # calls of the open reduction
         self._regions: dict[tuple[str, ...], Region] = {}
         wire.keeps_memory |= self._keeps
-        if wire.world_size > 1:
-            wire.phase("scatter")
-            wire.phase("gather")
-            for slot in slots:
-                self._regions[(slot.name,)] = self._region([slot])
+        wire.phase("scatter")
+        wire.phase("gather")
+        for slot in slots:
+            self._regions[(slot.name,)] = self._region([slot])
 
     def begin(self) -> None:
         self._settle()
@@ -155,7 +158,7 @@ class BoundQuantized:
 
     def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
         check_tensors(named, self._slots)
-        if self._wire.world_size == 1 or not named:
+        if not named:
             return done(self._wire.device)
         region = self._open_region(tuple(named))
         outputs = region.fill(named)
@@ -166,10 +169,7 @@ class BoundQuantized:
         self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
     ) -> Future[None]:
         check_tensors(named, self._slots)
-        if self._wire.world_size == 1 or not named:
-            check_pieces(out, {name: tensor.numel() for name, tensor in named.items()}, rank=0)
-            for name, piece in out.items():
-                piece.detach().copy_(named[name].detach().reshape(piece.shape))
+        if not named:
             return done(self._wire.device)
         region = self._open_region(tuple(named))
         pieces = region.pieces(out)
@@ -199,30 +199,24 @@ class BoundQuantized:
 
     def state_dict(self) -> State:
         self._settle()
-        state: State = {"format_version": FORMAT_VERSION, "reductions": self._reductions}
+        state: State = {"format_version": FORMAT_VERSION, "reductions": self._reductions, "chunk": CHUNK}
         if self._keeps:
             for name, slot in self._slots.items():
                 residual = torch.zeros(slot.shape, dtype=torch.float32, device=self._wire.device)
-                if self._regions:
-                    self._home(name).read_residual(name, residual)
+                self._home(name).read_residual(name, residual)
                 state[f"residual.{name}"] = residual
         return state
 
     def load_state_dict(self, state: State) -> None:
         check_state_version(state)
-        expected = self._slots if self._keeps else {}
-        for key in state:
-            if key.startswith("residual.") and (name := key.removeprefix("residual.")) not in expected:
-                raise ValueError(f"the reducer state has a residual of {name!r}, which this reducer does not keep")
+        residuals = residuals_in(state, self._slots if self._keeps else {})
+        if state.get("chunk", CHUNK) != CHUNK:
+            logger.warning(
+                "saved with chunks of %d elements, now %d: per-span scales change", state["chunk"], CHUNK
+            )
         self._settle()
-        for name, slot in self._slots.items() if self._keeps else ():
-            residual = state.get(f"residual.{name}")
-            if residual is None:
-                raise ValueError(f"the reducer state has no residual of {name!r}")
-            if tuple(residual.shape) != tuple(slot.shape):
-                raise ValueError(f"residual of {name!r} has shape {tuple(residual.shape)}, expected {slot.shape}")
-            if self._regions:
-                self._home(name).write_residual(name, residual)
+        for name, residual in residuals.items():
+            self._home(name).write_residual(name, residual)
         self._reductions = int(state["reductions"])
 
     def memory_bytes(self) -> int:

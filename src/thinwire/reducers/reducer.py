@@ -111,3 +111,18 @@ def check_state_version(state: State) -> None:
     version = state.get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(f"reducer state has format_version {version}, this version reads {FORMAT_VERSION}")
+
+
+def residuals_in(state: State, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
+    """The residuals of `slots` in a state. Raises ValueError naming one that is missing, foreign or misshapen."""
+    prefix = "residual."
+    found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+    for name in found:
+        if name not in slots:
+            raise ValueError(f"the reducer state has a residual of {name!r}, which this reducer does not keep")
+    for name, slot in slots.items():
+        if name not in found:
+            raise ValueError(f"the reducer state has no residual of {name!r}")
+        if tuple(found[name].shape) != tuple(slot.shape):
+            raise ValueError(f"residual of {name!r} has shape {tuple(found[name].shape)}, expected {slot.shape}")
+    return found

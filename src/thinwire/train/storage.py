@@ -37,10 +37,12 @@ def write(tensors: Mapping[str, Tensor], directory: Path, ranks: Ranks) -> Futur
 
     A failure of any rank is a `CheckpointException` on all, after every rank has stopped writing.
     """
-    _check_keys(tensors, ranks)
+    if ranks.rank == 0:
+        sweep(directory.parent)
+    _check_keys(tensors, ranks)  # and nobody makes the directory before rank 0 has swept
     upload = async_save(
         _share(tensors, ranks),
-        storage_writer=_Writer(str(directory), _files(tensors), save_distributed=True),
+        storage_writer=HuggingFaceStorageWriter(str(directory), _files(tensors), save_distributed=True),
         planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         process_group=ranks.group,
         no_dist=ranks.group is None,
@@ -74,18 +76,6 @@ def open_saved(directory: Path, manifest: Manifest, group: dist.ProcessGroup | N
             raise CheckpointError(f"{directory} could not be read: {first_failure(error)}") from error
 
     return Saved(directory.name, manifest.step, manifest.world_size, index, manifest.state, read)
-
-
-class _Writer(HuggingFaceStorageWriter):
-    """The storage, after what an earlier kill left behind is removed.
-
-    No rank writes before rank 0 has been here: the plan has to come back from it first.
-    """
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator:
-            sweep(Path(self.path).parent)
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
 
 def _check_keys(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:

@@ -1,0 +1,104 @@
+"""A world of one rank: an exact identity, no collective, no rounding.
+
+Only a run that goes on with fewer ranks brings something: what its former ranks still owed is added to the
+first reduction, so that nothing is lost there either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from thinwire.collectives import Slot
+from thinwire.reducers.finite import FiniteWatch
+from thinwire.reducers.reducer import (
+    FORMAT_VERSION,
+    State,
+    check_pieces,
+    check_state_version,
+    check_tensors,
+    done,
+    residuals_in,
+)
+
+
+class BoundAlone:
+    """What a lossy reducer is in a world of one rank; `keeps`: whether its state has residuals."""
+
+    replicas: Literal["identical", "drift"] = "identical"
+
+    def __init__(self, slots: Sequence[Slot], device: torch.device, *, keeps: bool) -> None:
+        self._slots = {slot.name: slot for slot in slots}
+        self._device = device
+        self._keeps = keeps
+        self._reductions = 0
+        self._loss_scale = 1.0
+        self._owed: dict[str, Tensor] = {}
+        self._paid: set[str] = set()  # in the open reduction
+        self._watch = FiniteWatch(device)
+
+    def begin(self) -> None:
+        self._settle()
+        self._reductions += 1
+
+    def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
+        check_tensors(named, self._slots)
+        self._pay(named)
+        return done(self._device)
+
+    def reduce_scatter(
+        self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
+    ) -> Future[None]:
+        check_tensors(named, self._slots)
+        check_pieces(out, {name: tensor.numel() for name, tensor in named.items()}, rank=0)
+        for name, piece in out.items():
+            piece.detach().copy_(named[name].detach().reshape(piece.shape))
+        self._pay(out)
+        return done(self._device)
+
+    def finite(self) -> bool:
+        return self._watch.all_finite()
+
+    def rollback(self, names: Sequence[str] | None = None) -> None:
+        self._paid -= self._paid if names is None else set(names)
+
+    def set_loss_scale(self, scale: float) -> None:
+        self._loss_scale = scale
+
+    def state_dict(self) -> State:
+        self._settle()
+        state: State = {"format_version": FORMAT_VERSION, "reductions": self._reductions}
+        for name, slot in self._slots.items() if self._keeps else ():
+            owed = self._owed.get(name)
+            state[f"residual.{name}"] = (
+                torch.zeros(slot.shape, device=self._device) if owed is None else owed.clone()
+            )
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        check_state_version(state)
+        residuals = residuals_in(state, self._slots if self._keeps else {})
+        self._settle()
+        self._owed = {name: residual.to(self._device) for name, residual in residuals.items() if residual.any()}
+        self._reductions = int(state["reductions"])
+
+    def memory_bytes(self) -> int:
+        return sum(owed.nbytes for owed in self._owed.values())
+
+    def _pay(self, named: Mapping[str, Tensor]) -> None:
+        for name in self._owed.keys() & named.keys():
+            tensor = named[name].detach()
+            tensor.add_(self._owed[name].view(tensor.shape), alpha=self._loss_scale)
+            self._watch.see(tensor)
+            self._paid.add(name)
+
+    def _settle(self) -> None:
+        if self.finite():
+            for name in self._paid:
+                del self._owed[name]
+        self._paid.clear()
+        self._watch.reset()
