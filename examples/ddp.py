@@ -10,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
 
+STEPS = 50
+
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = DDP(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)))
@@ -17,7 +19,7 @@ link = tw.attach(model, tw.Routed(tw.Quantized("fp8_e4m3", feedback="error")))
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 generator = torch.Generator().manual_seed(dist.get_rank())
-for step in range(50):
+for _ in range(STEPS):
     x = torch.randn(64, 256, generator=generator)
     loss = nn.functional.mse_loss(model(x), x.roll(1, dims=1))
     loss.backward()
@@ -26,6 +28,6 @@ for step in range(50):
 
 link.verify()  # all ranks hold the same bits
 if dist.get_rank() == 0:
-    dense = 4 * sum(p.numel() for p in model.parameters()) * (step + 1)
+    dense = 4 * sum(p.numel() for p in model.parameters()) * STEPS
     print(f"loss {loss.item():.4f}; sent {link.ledger.sent_bytes() / dense:.3f} x the bytes of float32 on 2 ranks")
 dist.destroy_process_group()

@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         extra = EXTRAS[name]
         return _complain("thinwire", f"{name} needs the extra: pip install 'thinwire[{extra}]' (no {missing})", 2)
+    except KeyboardInterrupt:
+        return _complain(f"thinwire {name}", "interrupted", 130)
     except (RuntimeError, OSError) as error:
         if "--debug" in rest or not _one_line_is_enough(error):
             traceback.print_exc()

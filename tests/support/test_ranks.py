@@ -29,7 +29,7 @@ def test_ranks_talk_to_each_other() -> None:
 
 
 def test_an_exception_comes_back_with_its_rank() -> None:
-    with pytest.raises(RankFailed, match="rank 1: (.|\n)*no such luck"):
+    with pytest.raises(RankFailed, match=r"rank 1: (.|\n)*no such luck"):
         run_ranks(_second_rank_raises, 2)
 
 

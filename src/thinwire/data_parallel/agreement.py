@@ -37,15 +37,15 @@ def check_same_reducer(wire: Wire, reducer: Reducer) -> None:
 
 
 def ranks_that_differ(wire: Wire, tensors: Iterable[Tensor], *, abstain: bool = False) -> list[int]:
-    """Ranks, as numbered in the world, whose tensors are not bit for bit those of most ranks (in a tie, those of the lowest rank).
+    """Ranks whose tensors are not bit for bit those of most ranks (in a tie, of the lowest rank).
 
     A rank that abstains takes part and is not counted. Control traffic: an all-gather of 8 bytes.
     """
     vote = torch.zeros(8, dtype=torch.uint8) if abstain else _hash(b"".join(map(_digest, tensors)))
     votes = enumerate(bytes(row.tolist()) for row in wire.control_all_gather(vote.to(wire.device)))
     counted = {rank: vote for rank, vote in votes if any(vote)}
-    agreed = Counter(counted.values()).most_common(1)  # of equally many, the first seen
-    return [wire.ranks[rank] for rank, vote in counted.items() if vote != agreed[0][0]]
+    most, _ = Counter(counted.values()).most_common(1)[0] if counted else (b"", 0)  # in a tie, the first seen
+    return [wire.ranks[rank] for rank, vote in counted.items() if vote != most]
 
 
 def _first_difference(wire: Wire, lines: Sequence[str]) -> str | None:
@@ -58,7 +58,8 @@ def _first_difference(wire: Wire, lines: Sequence[str]) -> str | None:
     rank, theirs = next((rank, lines) for rank, lines in enumerate(others, 1) if lines != mine)
     unequal = (i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b)
     first = next(unequal, min(len(mine), len(theirs)))
-    return f"{first} is {_at(mine, first)} on rank {wire.ranks[0]} and {_at(theirs, first)} on rank {wire.ranks[rank]}"
+    here, there = wire.ranks[0], wire.ranks[rank]
+    return f"{first} is {_at(mine, first)} on rank {here} and {_at(theirs, first)} on rank {there}"
 
 
 def _at(lines: Sequence[str], index: int) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 Kernel = Callable[..., Any]
 
 SHORT = 1 << 15
