@@ -113,7 +113,7 @@ def ranks() -> list[dict[str, Any]]:
     ("what", "error", "message"),
     [
         ("names", "ValueError", "parameter 0 is 'left.weight torch.float32 (5, 4)' on rank 0 and 'right.weight"),
-        ("reducers", "ValueError", "different reducers: number 0 is 'Dense()' on rank 0 and \"Quantized("),
+        ("reducers", "ValueError", "different reducers: 'Dense()' on rank 0 and \"Quantized("),
         ("second", "ValueError", "has a link already: call its detach()"),
         ("foreign", "ValueError", "has a communication hook already"),
         ("python reducer", "ValueError", "optimize_ddp = 'python_reducer'"),

@@ -11,8 +11,9 @@ import torch
 from tests.collectives import oracle
 from tests.reducers.gradients import UNEVEN, bind, equal, exact_mean, gradient, gradients, plain, reduce
 from tests.support.ranks import run_ranks
-from thinwire.collectives import Layout, Slot, Wire
+from thinwire.collectives import CHUNK, Layout, Slot, Wire
 from thinwire.formats import get, names
+from thinwire.formats.kernels import can_compile
 from thinwire.reducers import Dense, Quantized, Reducer, Routed
 
 HALVES = (Slot("b", (33, 5), torch.bfloat16), Slot("h", (130,), torch.float16), Slot("f", (9, 20)))
@@ -243,6 +244,8 @@ def refusals() -> None:
             bound.reduce_scatter({"w": torch.zeros(4, 4)}, {"w": torch.zeros(3)})
         bound.all_reduce({"w": torch.ones(4, 4)}).wait()  # nothing has changed
     bound = Quantized("fp8_e4m3").bind(slots, wire)
+    with pytest.raises(ValueError, match="the loss scale must be positive, got nan"):
+        bound.set_loss_scale(float("nan"))
     bound.begin()
     bound.all_reduce({"b": torch.ones(4), "w": torch.ones(4, 4)}).wait()
     with pytest.raises(ValueError, match=r"'w' is already in the open reduction; call begin\(\)"):
@@ -275,3 +278,21 @@ def test_bad_parameters_are_refused() -> None:
         Quantized("bf16", feedback="momentum")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the loss scale must be positive, got 0"):
         Quantized("bf16").bind([], Wire()).set_loss_scale(0.0)
+
+
+def compiled() -> None:
+    """Full chunks, dynamic tails and short ones, with feedback, so that all kernels take part."""
+    wire = Wire()
+    slots = [Slot("w", (wire.world_size * (CHUNK + 70_000),)), Slot("b", (300,))]
+    eager = Quantized("fp8_e4m3", feedback="error", compile=False).bind(slots, wire)
+    fused = Quantized("fp8_e4m3", feedback="error", compile=True).bind(slots, wire)
+    for step in range(2):
+        one, other = (reduce(bound, gradients(slots, step, wire.rank)) for bound in (eager, fused))
+        assert equal(plain(one), plain(other))
+    wire.close()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="torch.compile needs a C++ compiler")
+def test_compiled_kernels_give_the_means_of_eager_ones() -> None:
+    run_ranks(compiled, 2, timeout=300)

@@ -11,7 +11,7 @@ import torch
 
 from tests.reducers.gradients import UNEVEN, bind, equal, gradients, plain, reduce
 from tests.support.ranks import run_ranks
-from thinwire.collectives import Slot, Wire
+from thinwire.collectives import CHUNK, Slot, Wire
 from thinwire.reducers import After, BoundReducer, Dense, Local, Quantized, Reducer, Routed
 
 REDUCERS: tuple[Reducer, ...] = (
@@ -79,13 +79,15 @@ def described(reducer: Reducer) -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_state_is_keyed_by_name_and_shaped_as_the_slots_without_padding(world_size: int) -> None:
     expected = {f"residual.{slot.name}": (torch.float32, slot.shape, False) for slot in UNEVEN}
+    chunk = {"chunk": CHUNK} if world_size > 1 else {}
     for state in run_ranks(described, world_size, Quantized("fp8_e4m3", feedback="error")):
-        assert state == {"format_version": 1, "reductions": 2, **expected}
+        assert state == {"format_version": 1, "reductions": 2, **chunk, **expected}
 
 
-def test_without_feedback_only_the_count_is_state() -> None:
+def test_without_feedback_only_numbers_are_state() -> None:
     for reducer in (Dense(), Local(), Quantized("fp8_e4m3")):
-        assert run_ranks(described, 2, reducer) == [{"format_version": 1, "reductions": 2}] * 2
+        chunk = {"chunk": CHUNK} if isinstance(reducer, Quantized) else {}
+        assert run_ranks(described, 2, reducer) == [{"format_version": 1, "reductions": 2, **chunk}] * 2
 
 
 NAMES = [slot.name for slot in UNEVEN]
@@ -156,21 +158,28 @@ def test_state_saved_under_one_grouping_is_restored_under_another() -> None:
     run_ranks(restored_under_other_groups, 2)
 
 
-def test_a_state_that_does_not_fit_is_refused_by_name() -> None:
-    config = Quantized("fp8_e4m3", feedback="error")
+def misfits() -> None:
     slots = [Slot("w", (4, 3)), Slot("b", (3,))]
-    bound = config.bind(slots, Wire())
+    wire = Wire()
+    bound = Quantized("fp8_e4m3", feedback="error").bind(slots, wire)
     good = bound.state_dict()
     for change, sentence in [
         ({"format_version": 7}, "format_version 7, this version reads 1"),
-        ({"residual.b": None}, "no residual of 'b'"),
         ({"residual.w": torch.zeros(3, 4)}, r"residual of 'w' has shape \(3, 4\), expected \(4, 3\)"),
         ({"residual.stranger": torch.zeros(3)}, "a residual of 'stranger', which this reducer does not keep"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             bound.load_state_dict({**good, **change})
+    with pytest.raises(ValueError, match="the reducer state has no residual of 'b'"):
+        bound.load_state_dict({key: value for key, value in good.items() if key != "residual.b"})
     with pytest.raises(ValueError, match="a residual of 'w', which this reducer does not keep"):
-        Quantized("fp8_e4m3").bind(slots, Wire()).load_state_dict(good)
+        Quantized("fp8_e4m3").bind(slots, wire).load_state_dict(good)
+    wire.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_that_does_not_fit_is_refused_by_name(world_size: int) -> None:
+    run_ranks(misfits, world_size)
 
 
 def averaged_parameters() -> None:

@@ -1,5 +1,7 @@
 """What the fork server imports once, before it forks ranks."""
 
+import pytest
+
 import thinwire
 import thinwire.train.warm
 import thinwire.train.worker  # noqa: F401

@@ -24,8 +24,9 @@ def check_same_model(wire: Wire, slots: Sequence[Slot]) -> None:
     """Raise ValueError on every rank, naming the first parameter that differs."""
     described = [f"{slot.name} {slot.dtype} {tuple(slot.shape)}" for slot in slots]
     if difference := _first_difference(wire, described):
+        index, sides = difference
         raise ValueError(
-            f"ranks hold different models: parameter {difference}; build the same model on every rank"
+            f"ranks hold different models: parameter {index} is {sides}; build the same model on every rank"
         )
 
 
@@ -33,7 +34,8 @@ def check_same_reducer(wire: Wire, reducer: Reducer) -> None:
     """Raise ValueError on every rank if one attaches another reducer."""
     described = re.sub(r" at 0x[0-9a-f]+", "", repr(reducer))  # the address of a rule that is a function
     if difference := _first_difference(wire, [described]):
-        raise ValueError(f"ranks attach different reducers: number {difference}; attach the same on every rank")
+        _, sides = difference
+        raise ValueError(f"ranks attach different reducers: {sides}; attach the same on every rank")
 
 
 def ranks_that_differ(wire: Wire, tensors: Iterable[Tensor], *, abstain: bool = False) -> list[int]:
@@ -48,8 +50,8 @@ def ranks_that_differ(wire: Wire, tensors: Iterable[Tensor], *, abstain: bool = 
     return [wire.ranks[rank] for rank, vote in counted.items() if vote != most]
 
 
-def _first_difference(wire: Wire, lines: Sequence[str]) -> str | None:
-    """Where the lines of the ranks first part, as "3 is 'x' on rank 0 and absent on rank 2"."""
+def _first_difference(wire: Wire, lines: Sequence[str]) -> tuple[int, str] | None:
+    """Where the lines of the ranks first part: number, and "'x' on rank 0 and absent on rank 2"."""
     text = "\n".join(lines)
     hashes = wire.control_all_gather(_hash(text.encode()).to(wire.device))
     if bool((hashes == hashes[0]).all()):
@@ -59,7 +61,7 @@ def _first_difference(wire: Wire, lines: Sequence[str]) -> str | None:
     unequal = (i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b)
     first = next(unequal, min(len(mine), len(theirs)))
     here, there = wire.ranks[0], wire.ranks[rank]
-    return f"{first} is {_at(mine, first)} on rank {here} and {_at(theirs, first)} on rank {there}"
+    return first, f"{_at(mine, first)} on rank {here} and {_at(theirs, first)} on rank {there}"
 
 
 def _at(lines: Sequence[str], index: int) -> str:

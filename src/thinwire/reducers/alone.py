@@ -18,6 +18,7 @@ from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
     FORMAT_VERSION,
     State,
+    check_loss_scale,
     check_pieces,
     check_state_version,
     check_tensors,
@@ -67,6 +68,7 @@ class BoundAlone:
         self._paid -= self._paid if names is None else set(names)
 
     def set_loss_scale(self, scale: float) -> None:
+        check_loss_scale(scale)
         self._loss_scale = scale
 
     def state_dict(self) -> State:
@@ -90,7 +92,7 @@ class BoundAlone:
         return sum(owed.nbytes for owed in self._owed.values())
 
     def _pay(self, named: Mapping[str, Tensor]) -> None:
-        for name in self._owed.keys() & named.keys():
+        for name in (self._owed.keys() & named.keys()) - self._paid:
             tensor = named[name].detach()
             tensor.add_(self._owed[name].view(tensor.shape), alpha=self._loss_scale)
             self._watch.see(tensor)

@@ -39,6 +39,7 @@ from thinwire.reducers.reducer import (
     FORMAT_VERSION,
     BoundReducer,
     State,
+    check_loss_scale,
     check_state_version,
     check_tensors,
     done,
@@ -174,7 +175,7 @@ class BoundQuantized:
         region = self._open_region(tuple(named))
         pieces = region.pieces(out)
         region.fill(named)
-        self._agree = True  # only its owner sees the mean of a piece
+        self._agree = self._wire.keeps_memory  # only its owner sees the mean of a piece
         step = self._two_phase(region, weight).reduce_scatter
         return self._submit(region, step, pieces, whole=False)
 
@@ -193,8 +194,7 @@ class BoundQuantized:
             region.restore([name for name in key if names is None or name in names])
 
     def set_loss_scale(self, scale: float) -> None:
-        if not scale > 0:
-            raise ValueError(f"the loss scale must be positive, got {scale}")
+        check_loss_scale(scale)
         self._loss_scale = scale
 
     def state_dict(self) -> State:

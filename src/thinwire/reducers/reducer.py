@@ -88,6 +88,12 @@ def label(names: Sequence[str]) -> str:
     return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else "no slots"
 
 
+def check_loss_scale(scale: float) -> None:
+    """Refuse what cannot be divided by."""
+    if not scale > 0:
+        raise ValueError(f"the loss scale must be positive, got {scale}")
+
+
 def check_tensors(named: Mapping[str, Tensor], slots: Mapping[str, Slot]) -> None:
     """Refuse by name a tensor that is no slot's, or not of its slot's shape."""
     for name, tensor in named.items():
