@@ -9,6 +9,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("thinwire.train.command:main", "train a language model, or continue a run"),
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         extra = EXTRAS[name]
         return _complain("thinwire", f"{name} needs the extra: pip install 'thinwire[{extra}]' (no {missing})", 2)
     except KeyboardInterrupt:
-        return _complain(f"thinwire {name}", "interrupted", 130)
+        return _complain(f"thinwire {name}", "interrupted", 1)
     except (RuntimeError, OSError) as error:
         if "--debug" in rest or not _one_line_is_enough(error):
             traceback.print_exc()
@@ -66,13 +67,10 @@ def usage() -> str:
 def _one_line_is_enough(error: BaseException) -> bool:
     """The machine's own errors, and those that thinwire raised on purpose, need no traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, OSError) or (bool(frames) and "thinwire" in frames[-1].filename)
+    own = str(Path(__file__).parent)
+    return isinstance(error, OSError) or (bool(frames) and frames[-1].filename.startswith(own))
 
 
 def _complain(who: str, message: str, code: int) -> int:
     print(f"{who}: {message}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

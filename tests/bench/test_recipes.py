@@ -1,4 +1,5 @@
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,25 @@ def test_two_short_runs_become_a_table_and_are_not_repeated(
     assert bench.main(argv) == 0
     assert json.loads(capsys.readouterr().out) == first
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/summary.json")} == written
+
+
+def test_a_run_that_was_stopped_is_resumed_and_one_without_a_summary_ends_the_bench(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def stops(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        (tmp_path / "ddp-workers2-steps4-seed0" / "checkpoints" / "step-00000002").mkdir(
+            parents=True, exist_ok=True
+        )
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(bench.subprocess, "run", stops)
+    argv = ["fp8", "--seeds", "1", "--steps", "4", "--out", str(tmp_path)]
+    assert [bench.main(argv), bench.main(argv)] == [1, 1]
+    assert ["--resume" in command for command in commands] == [False, True]
+    assert "start the bench again to go on" in capsys.readouterr().err
 
 
 def test_an_unknown_recipe_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:

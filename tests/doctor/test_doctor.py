@@ -15,8 +15,8 @@ from thinwire.bench.network import emulated_network
 from thinwire.doctor.show import plain, show
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-JOB = ["--master-port", "29500", "-m", "thinwire.cli", "doctor", "--json"]
-DOCTOR = [sys.executable, "-m", "thinwire.cli", "doctor", "--json"]
+JOB = ["--master-port", "29500", "-m", "thinwire", "doctor", "--json"]
+DOCTOR = [sys.executable, "-m", "thinwire", "doctor", "--json"]
 
 
 @pytest.fixture(scope="module")

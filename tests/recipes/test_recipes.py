@@ -49,7 +49,14 @@ def test_the_table_as_json_has_a_row_per_recipe(capsys: pytest.CaptureFixture[st
 def test_the_human_table_names_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert table.main([]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in recipes.names())
+    assert all(name in out and recipes.get(name).not_for in out for name in recipes.names())
+
+
+def test_bad_usage_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        table.main(["--workers", "0"])
+    expected = "thinwire recipes: argument --workers: '0' is not a whole number from 1 to 1048576\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_sent_bytes_of_one_rank_are_zero() -> None:

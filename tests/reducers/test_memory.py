@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from thinwire.reducers import Dense, Local, Quantized, Reducer, Routed
 
 SLOTS = (Slot("embed.weight", (64, 64)), Slot("block.weight", (70, 60)), Slot("block.bias", (60,)))
 FP8 = Quantized("fp8_e5m2")
+SCALARS = 64
+"""Bytes of a few numbers that nobody counts."""
 
 
 def memory(reducer: Reducer) -> tuple[int, int]:
@@ -24,7 +27,7 @@ def memory(reducer: Reducer) -> tuple[int, int]:
         gc.collect()
         found = {}
         for thing in gc.get_objects():
-            if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
+            if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
                 storage = thing.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
         return found
@@ -34,17 +37,31 @@ def memory(reducer: Reducer) -> tuple[int, int]:
     bound = reducer.bind(SLOTS, wire)
     for number in range(2):
         reduce(bound, gradients(SLOTS, number, wire.rank))
-    held = {pointer: size for pointer, size in storages().items() if pointer not in before}
+    deadline = time.monotonic() + 5
+    while (
+        held := sum(storages()[new] for new in storages().keys() - before.keys())
+    ) > bound.memory_bytes() + SCALARS:
+        if time.monotonic() > deadline:  # until then the worker may be about to let go of the last call
+            break
+        time.sleep(0.02)
     wire.close()
-    return bound.memory_bytes(), sum(held.values())
+    return bound.memory_bytes(), held
 
 
 @pytest.mark.parametrize(
-    "reducer", [Routed(Quantized("fp8_e4m3", feedback="error")), Routed(FP8), Dense(), Local()], ids=repr
+    "reducer",
+    [
+        Quantized("fp8_e4m3", feedback="error"),
+        Routed(Quantized("fp8_e4m3", feedback="error")),
+        Routed(FP8),
+        Dense(),
+        Local(),
+    ],
+    ids=repr,
 )
 def test_memory_bytes_is_what_the_tensors_take(reducer: Reducer) -> None:
     for said, measured in run_ranks(memory, 2, reducer):
-        assert said <= measured <= said + 64  # a few scalars
+        assert said <= measured <= said + SCALARS
 
 
 def elements(feedback: Any) -> int:

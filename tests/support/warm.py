@@ -1,6 +1,6 @@
 """What the fork server imports once, before it forks ranks."""
 
-import pytest
+import pytest  # noqa: F401
 
 import thinwire
 import thinwire.train.warm

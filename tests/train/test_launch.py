@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.train.jobs import job
 from thinwire.train.arguments import to_toml
@@ -192,6 +193,15 @@ def test_a_taken_port_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.Capt
         with pytest.raises(ConfigError):
             free_port(port)
     assert free_port(port) == port
+
+
+def test_more_workers_than_cuda_devices_are_refused_before_any_starts(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="workers: 2 on a machine with 1 CUDA devices"):
+        launch(replace(config, device="cuda", workers=2), tmp_path)
 
 
 def test_torchrun_starts_the_workers_too(config: TrainConfig, straight: dict[str, Any], tmp_path: Path) -> None:

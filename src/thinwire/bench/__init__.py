@@ -24,9 +24,5 @@ def main(argv: list[str]) -> int:
     if name not in BENCHES:
         sys.stderr.write(f"thinwire bench: there is no bench {name!r}; there are {', '.join(BENCHES)}\n")
         return 2
-    try:
-        code: int = importlib.import_module(BENCHES[name][0]).main(options)
-    except KeyboardInterrupt:
-        sys.stderr.write(f"thinwire bench {name}: interrupted\n")
-        return 130
+    code: int = importlib.import_module(BENCHES[name][0]).main(options)
     return code

@@ -17,12 +17,13 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from thinwire import formats
 from thinwire.bench.averaging import BASELINE, Job, Measured
 from thinwire.bench.network import MAX_RANKS, NetworkUnavailable, emulated_network, parse_rate
 from thinwire.bench.processes import RankFailed, run_processes
+from thinwire.usage import Parser, whole_number
 
 DEFAULT_FORMATS = "fp8_e4m3,fp8_e5m2,bf16"
 STARTING_SECONDS = 300.0  # imports, and kernels that are compiled for the first time
@@ -133,18 +134,13 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(prog="thinwire bench collectives", description=__doc__)
+    parser = Parser(prog="thinwire bench collectives", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rate", type=_rate, help="limit of each rank, such as 200mbit (needs root)")
-    parser.add_argument("--ranks", type=_whole("2", MAX_RANKS), default=4, help="processes (default 4)")
-    parser.add_argument("--mib", type=_whole("1", 1024), default=32, help="MiB of float32 (default 32)")
-    parser.add_argument("--repeats", type=_whole("1", 1000), default=5, help="timed calls of each (default 5)")
+    parser.add_argument("--ranks", type=whole_number(2, MAX_RANKS), default=4, help="processes (default 4)")
+    parser.add_argument("--mib", type=whole_number(1, 1024), default=32, help="MiB of float32 (default 32)")
+    parser.add_argument("--repeats", type=whole_number(1, 1000), default=5, help="timed calls of each (default 5)")
     parser.add_argument("--formats", type=_formats, default=_formats(DEFAULT_FORMATS), help=DEFAULT_FORMATS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(argv)
@@ -155,15 +151,6 @@ def _rate(text: str) -> int:
         return parse_rate(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _whole(least: str, most: int) -> Any:
-    def convert(text: str) -> int:
-        if not text.isdecimal() or not int(least) <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
-        return int(text)
-
-    return convert
 
 
 def _formats(text: str) -> list[str]:

@@ -7,7 +7,6 @@ equal the eager ones. A ratio of 1 means that encoding moves at memory speed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -18,6 +17,7 @@ import torch
 
 from thinwire import formats
 from thinwire.formats import Format
+from thinwire.usage import Parser, whole_number
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,16 @@ class Row:
 
 def main(argv: list[str]) -> int:
     """Run the benchmark; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="thinwire bench formats", description=__doc__.split("\n")[0])
-    parser.add_argument("formats", nargs="*", metavar="FORMAT", help="see docs/formats.md (default: all)")
-    parser.add_argument("--mib", type=int, default=64, help="size of the float32 tensor (default 64)")
-    parser.add_argument("--repeats", type=int, default=15, help="timed calls per op (default 15)")
+    parser = Parser(prog="thinwire bench formats", description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "formats", nargs="*", metavar="FORMAT", help=f"of {', '.join(formats.names())} (default: all)"
+    )
+    parser.add_argument(
+        "--mib", type=whole_number(1, 4096), default=64, help="size of the float32 tensor (default 64)"
+    )
+    parser.add_argument(
+        "--repeats", type=whole_number(1, 1000), default=15, help="timed calls per op (default 15)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args(argv)
     try:

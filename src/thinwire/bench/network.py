@@ -156,31 +156,15 @@ def _add_namespace(name: str) -> None:
 
 def _limit(namespace: str, device: str, rate: int) -> None:
     """Everything that leaves `device` passes one HTB class of `rate` bits per second."""
-    burst = f"burst {BURST_BYTES} cburst {BURST_BYTES} quantum {BURST_BYTES}".split()
+    burst = f"burst {BURST_BYTES} cburst {BURST_BYTES} quantum {BURST_BYTES}"
     try:
-        _run(
-            "tc",
-            "-n",
-            namespace,
-            "qdisc",
-            "add",
-            "dev",
-            device,
-            "root",
-            "handle",
-            "1:",
-            "htb",
-            "default",
-            "1",
-        )
+        _run(*f"tc -n {namespace} qdisc add dev {device} root handle 1: htb default 1".split())
     except NetworkUnavailable as error:
         raise NetworkUnavailable(
             f"this kernel cannot limit a rate with HTB (module sch_htb): {error}; leave out the rate"
         ) from error
-    _run(
-        *("tc", "-n", namespace, "class", "add", "dev", device),
-        *("parent", "1:", "classid", "1:1", "htb", "rate", f"{rate}bit", "ceil", f"{rate}bit", *burst),
-    )
+    limit = f"rate {rate}bit ceil {rate}bit {burst}"
+    _run(*f"tc -n {namespace} class add dev {device} parent 1: classid 1:1 htb {limit}".split())
 
 
 def _require_tools() -> None:

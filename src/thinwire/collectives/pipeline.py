@@ -143,6 +143,7 @@ class Pipeline:
                             pass
                         return
                     self._accept(job)
+                    del job  # an idle worker keeps no tensors alive
                     idle = False
             self._step()
 

@@ -6,17 +6,18 @@ with the ranks of that job, and rank 0 reports for all. Exit code 1 if a `thinwi
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from dataclasses import asdict
 from typing import Any
 
+from thinwire.usage import Parser
+
 
 def main(argv: list[str]) -> int:
     """Examine the machine, print the report, return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="thinwire doctor",
         description="Check this machine (or, under torchrun, all machines of a job): torch, backends and what "
         "they carry, network interfaces, link speed, torch.compile, extras. Exit code 1 if a training job would "

@@ -99,10 +99,8 @@ def _all_reduce(trial: Trial) -> bool:
 
 
 def _reduce_scatter(trial: Trial) -> bool:
-    # torch 2.13 renamed it: the old name is deprecated, the new one unknown to older releases.
-    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     piece = trial.empty()
-    collective(piece, trial.content(trial.rank).repeat(trial.world), group=trial.group)
+    dist.reduce_scatter_single(piece, trial.content(trial.rank).repeat(trial.world), group=trial.group)
     return _same(piece, trial.total())
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 
 from thinwire import recipes
 from thinwire.collectives import Slot
 from thinwire.recipes.recipe import Recipe
+from thinwire.usage import Parser, whole_number
 
 HIDDEN = 512
 FEED_FORWARD = 1376
@@ -43,8 +43,8 @@ def rows(world_size: int) -> list[Row]:
 
 def main(argv: list[str]) -> int:
     """Print the table; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="thinwire recipes", description="Methods by name, and what each sends.")
-    parser.add_argument("--workers", type=_world_size, default=2, metavar="W", help="ranks (default 2)")
+    parser = Parser(prog="thinwire recipes", description="Methods by name, and what each sends.")
+    parser.add_argument("--workers", type=whole_number(1, 2**20), default=2, metavar="W", help="ranks (default 2)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args(argv)
     table = rows(arguments.workers)
@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
     for row in table:
         recipe = recipes.get(row.name)
         print(f"{row.name:{width}}  {row.sent_bytes_per_param_per_step:16.3f}  {recipe.wire}  ({row.paper})")
+        print(f"{'':{width}}  {'':16}  not for {recipe.not_for}")
     print(f"\nSent by each of {arguments.workers} ranks, for one Llama layer {HIDDEN} wide, scales included.")
     return 0
 
@@ -64,10 +65,3 @@ def _row(recipe: Recipe, world_size: int) -> Row:
     slots = example_slots()
     sent = recipe.reducer.sent_bytes(slots, world_size)
     return Row(recipe.name, sent / sum(slot.numel for slot in slots), recipe.paper)
-
-
-def _world_size(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"--workers must be at least 1, got {value}")
-    return value

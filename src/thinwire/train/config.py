@@ -130,7 +130,10 @@ class TrainConfig:
 
 
 def check(config: TrainConfig, *, world_size: int) -> None:
-    """Refuse what cannot run, naming the key. Reads no file and starts nothing."""
+    """Refuse what cannot run, naming the key. Starts no worker and reads no text.
+
+    Of a model id or directory it reads the configuration, for the positions that the model has.
+    """
     _check_ranges(config)
     _check_names(config)
     config.data.check()

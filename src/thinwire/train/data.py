@@ -24,7 +24,7 @@ from thinwire.train.store import MemorySink, TokenSink, TokenStore
 from thinwire.train.text import Corpus, DataError, from_dataset, from_files, split, standard_library
 from thinwire.train.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
 
-__all__ = ["Batch", "DataConfig", "DataError", "TokenData", "build_data"]
+__all__ = ["IGNORED", "Batch", "DataConfig", "DataError", "TokenData", "build_data"]
 
 logger = logging.getLogger(__name__)
 

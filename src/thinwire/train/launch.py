@@ -22,12 +22,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from thinwire.train import worker
-from thinwire.train.config import ConfigError, TrainConfig
+from thinwire.train.config import ConfigError, TrainConfig, uses_cuda
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,11 @@ _PRELOAD = ["torch", "torch._dynamo", "thinwire.train.worker", "thinwire.train.w
 
 def launch(config: TrainConfig, out: Path, *, debug: bool = False) -> int:
     """Run the job in `config.workers` processes; the command's exit code."""
+    if uses_cuda(config) and config.workers > (devices := torch.cuda.device_count()):
+        raise ConfigError(
+            f"workers: {config.workers} on a machine with {devices} CUDA devices; each needs its own, "
+            "or set device to cpu"
+        )
     port = free_port(config.port)
     if config.logging.progress:
         sys.stdout.write(f"starting {config.workers} workers\n")

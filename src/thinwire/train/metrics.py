@@ -51,7 +51,7 @@ class Baseline:
 
     float32_bytes: float
     own_bytes: float
-    own_dtype: str  # of the gradients that the job would reduce: bfloat16 under autocast
+    own_dtype: str  # bfloat16 under autocast, as if DDP had its bf16_compress_hook
 
     @staticmethod
     def of(parameters: int, world_size: int, precision: str) -> Baseline:

@@ -27,14 +27,13 @@ from torch.optim import Optimizer
 import thinwire as tw
 from thinwire.train.arguments import to_table
 from thinwire.train.config import ConfigError, TrainConfig
-from thinwire.train.data import Batch, TokenData, build_data
+from thinwire.train.data import IGNORED, Batch, TokenData, build_data
 from thinwire.train.model import Vocabulary, build_model, identity
 from thinwire.train.optimizer import build_optimizers
 from thinwire.train.sampler import GlobalSampler
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100  # the label of a position without a target
 # Settings that ranks on different machines may differ in.
 _LOCAL_KEYS = ("out", "workers", "threads", "port", "device", "logging", "data.files", "data.shards", "model.name")
 

@@ -27,13 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from thinwire.data_parallel.attach import WRAPPERS
 from thinwire.train import generators, optimizer_state
 from thinwire.train.manifest import JSON, CheckpointError
 from thinwire.train.saved import Saved, json_value
 
 logger = logging.getLogger(__name__)
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
 _RESIDUAL = "residual."  # in the key of an error memory
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -175,7 +175,7 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
+    for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
