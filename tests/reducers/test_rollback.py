@@ -133,27 +133,9 @@ def test_a_non_finite_mean_in_one_route_rolls_the_other_back(slot: str) -> None:
     run_ranks(spoiled, 2, BIASES, float("inf"), slot, False)
 
 
-def warm_up_rollback() -> None:
-    """A rollback concerns the reduction that is open, not the last one of the warm-up."""
-    after = After(1, Quantized("bf16", feedback="error"), before=FEEDBACK)
-    bound, wire = bind(after)
-    step(bound, 0, wire.rank)
-    first, other = bind(FEEDBACK)
-    step(first, 0, other.rank)
-    step(bound, 1, wire.rank)
-    bound.rollback()
-    state = owed(bound)
-    assert equal(
-        {k: v for k, v in state.items() if k.startswith("before.")},
-        {f"before.{k}": v for k, v in owed(first).items()},
-    )
-    assert all(not v.any() for k, v in state.items() if k.startswith("after."))
-    for each in (wire, other):
-        each.close()
-
-
-def test_a_rollback_after_a_warm_up_leaves_the_warm_ups_memory_alone() -> None:
-    run_ranks(warm_up_rollback, 2)
+def test_a_warm_up_with_error_memory_is_refused_since_nobody_would_send_it() -> None:
+    with pytest.raises(ValueError, match="After's `before` keeps error memory"):
+        bind(After(1, Quantized("bf16"), before=BIASES))
 
 
 def test_one_rank_and_dense_have_nothing_to_roll_back() -> None:

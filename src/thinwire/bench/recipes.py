@@ -41,6 +41,8 @@ class Row:
     ratio_spread: float
     sent_bytes_per_rank: int
     sent_ratio_to_ddp: float
+    seconds: float
+    """Median over seeds of the wall time of the loop."""
     step_seconds: float
     """Median over seeds of wall seconds / steps."""
     ratio_to_ddp_step: float
@@ -87,6 +89,7 @@ def compare(finished: dict[str, list[dict[str, Any]]]) -> list[Row]:
                 ratio_spread=_spread(ratios),
                 sent_bytes_per_rank=runs[0]["sent_bytes_per_rank"],
                 sent_ratio_to_ddp=runs[0]["sent_bytes_per_rank"] / pairs[0][1]["sent_bytes_per_rank"],
+                seconds=statistics.median(run["wall_seconds"] for run in runs),
                 step_seconds=statistics.median(steps),
                 ratio_to_ddp_step=statistics.median(
                     run["wall_seconds"] / base["wall_seconds"] for run, base in pairs

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-CHUNK = 1 << 18
+CHUNK = 1 << 17
 """Largest chunk and longest span, in elements. A constant of the layout, so never tuned at run time."""
 
 

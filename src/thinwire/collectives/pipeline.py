@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-DEPTH = {"scatter": 3, "gather": 8, "dense": 4}
-"""Collectives outstanding per lane. Measured on a 200 Mbit/s network: fewer leave the wire idle."""
+DEPTH = {"scatter": 4, "gather": 8, "dense": 4}
+"""Collectives outstanding per lane, tuned with `thinwire bench collectives --rate 200mbit`."""
 
 EXIT_SECONDS = 5.0
 """How long a program that ends waits for collectives under way."""
@@ -86,8 +86,10 @@ class Pipeline:
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._result: torch.Tensor | None = None  # of every future: a future takes its events from its value
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
+            self._result = torch.empty(0, device=device)
 
     def submit(self, tasks: Sequence[Task], label: str, on_done: Callable[[], None]) -> Future[None]:
         """Queue a job; `on_done` runs on the worker when all its tasks are done, just before its future."""
@@ -108,6 +110,12 @@ class Pipeline:
             atexit.register(self._leave)
         self._inbox.put(job)
         return future
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On CUDA, keep a tensor of the caller's stream in memory until the worker's stream is done with it."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+        return tensor
 
     def close(self) -> None:
         """Finish what is queued and end the worker."""
@@ -205,7 +213,7 @@ class Pipeline:
         except Exception as error:  # as in _advance
             self._fail(self._explain("writing the result", job.label, error), job)
         else:
-            job.future.set_result(None)
+            job.future.set_result(self._result)  # type: ignore[arg-type]  # callers see a Future[None]
 
     def _fail(self, error: Exception, failed: Job) -> None:
         """Nothing after a failed collective can be trusted: fail every outstanding job."""

@@ -98,6 +98,10 @@ class Wire:
         """Run `tasks` on the worker; `label` names the slots in errors."""
         return self._pipeline.submit(tasks, label, on_done)
 
+    def lend(self, tensor: Tensor) -> Tensor:
+        """Hand a tensor of the caller's to the worker: on CUDA it stays in memory until that is done with it."""
+        return self._pipeline.lend(tensor)
+
     def all_to_all(self, out: Tensor, send: Tensor) -> Pending:
         """Start sending row i of `send`, uint8 (W-1, nbytes), to the i-th other rank, into the rows of `out`.
 

@@ -48,7 +48,7 @@ def attach(model: nn.Module, reducer: Reducer, *, timeout: timedelta | None = No
         )
     parameters = _parameters(model)
     _check(model, parameters)
-    wire, slots = Wire(), _slots(parameters)
+    wire, slots = Wire(device=_device(parameters)), _slots(parameters)
     return Link(parameters, slots, reducer.bind(slots, wire), wire, on_detach=lambda: None)
 
 
@@ -114,7 +114,7 @@ def _device(parameters: dict[str, nn.Parameter]) -> torch.device:
     if len(devices) > 1:
         where = " and ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ValueError(f"attach needs a model on one device per rank, got {where}")
-    return next(iter(devices))
+    return next(iter(devices), torch.device("cpu"))
 
 
 def _is_sharded(model: nn.Module) -> bool:

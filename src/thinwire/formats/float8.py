@@ -54,8 +54,12 @@ class Float8:
 
     @property
     def name(self) -> str:
-        variant = "_span" if self.per_span else f"_{self.block}" if self.block != 128 else ""
-        return f"fp8_{self.element}{variant}" + ("_pow2" if self.scale == "power_of_two" else "")
+        block = f"_{self.block}" if self.block != 128 else ""
+        return (
+            f"fp8_{self.element}{block}"
+            + ("_span" if self.per_span else "")
+            + ("_pow2" if self.scale == "power_of_two" else "")
+        )
 
     def compiled(self, chunk: int) -> Format:
         return replace(self, run=Compiled(chunk))

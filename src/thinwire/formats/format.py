@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 Spans: TypeAlias = tuple[int, ...]
@@ -61,7 +62,7 @@ def aligned(nbytes: int) -> int:
 def check_chunk(name: str, x: Tensor, spans: Spans, block: int) -> None:
     """Refuse what no format can encode, in a sentence."""
     total = sum(spans)
-    if str(x.dtype) != "torch.float32" or x.shape != (total,) or not x.is_contiguous():
+    if x.dtype != torch.float32 or x.shape != (total,) or not x.is_contiguous():
         raise ValueError(
             f"{name} works on a contiguous float32 vector of sum(spans) = {total} elements, "
             f"got {x.dtype} of shape {tuple(x.shape)} and strides {x.stride()}"

@@ -21,7 +21,8 @@ from thinwire.reducers.reducer import BoundReducer, Reducer, State
 
 @dataclass(frozen=True)
 class After:
-    """`before` for the first `steps` reductions, then `reducer`."""
+    """`before`, which must keep no error memory, for the first `steps` reductions (synchronised backwards), then
+    `reducer`. Bytes and memory are theirs."""
 
     steps: int
     reducer: Reducer
@@ -32,7 +33,13 @@ class After:
             raise ValueError(f"After needs a number of reductions of at least 0, got {self.steps}")
 
     def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundAfter:
-        parts = {"before": self.before.bind(slots, wire), "after": self.reducer.bind(slots, wire)}
+        before = self.before.bind(slots, wire)
+        if any("residual." in key for key in before.state_dict()):
+            raise ValueError(
+                "After's `before` keeps error memory, and what it still owes at the switch would never be sent: "
+                "use one without feedback"
+            )
+        parts = {"before": before, "after": self.reducer.bind(slots, wire)}
         return BoundAfter(self.steps, parts)
 
     def sent_bytes(self, slots: Sequence[Slot], world_size: int) -> int:

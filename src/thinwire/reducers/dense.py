@@ -34,7 +34,11 @@ from thinwire.reducers.views import memory_view
 
 @dataclass(frozen=True)
 class Dense:
-    """The exact mean in float32 (float64 tensors in float64)."""
+    """The exact mean in float32 (float64 tensors in float64), by one all_reduce per call.
+
+    Sends 2 (W-1)/W x 4 bytes per element and rank, keeps no memory. Raises ValueError at bind for slots that
+    are not floating point.
+    """
 
     def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundDense:
         for slot in slots:
@@ -136,7 +140,7 @@ class BoundDense:
         """The tensors as one flat buffer, scaled."""
         dtype = _sum_dtype([t.dtype for t in named.values()])
         flat = torch.cat([view.reshape(-1).to(dtype) for view in map(memory_view, named.values())])
-        return flat.mul_(weight / self._wire.world_size)
+        return self._wire.lend(flat.mul_(weight / self._wire.world_size))
 
 
 def _sum_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:

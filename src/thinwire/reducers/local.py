@@ -16,7 +16,7 @@ from thinwire.reducers.reducer import FORMAT_VERSION, State, check_state_version
 
 @dataclass(frozen=True)
 class Local:
-    """Leave gradients as they are: for optimizers and schedules that do their own averaging."""
+    """Leave gradients as they are: for optimizers and schedules that do their own averaging. Sends nothing."""
 
     def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundLocal:
         return BoundLocal(slots, wire)

@@ -240,6 +240,8 @@ class BoundQuantized:
                 self._watch.see(values)
             region.deliver(outputs, chunk, owner, values, whole=whole)
 
+        for staged in outputs.values():
+            self._wire.lend(staged.flat)
         key = region.key
         tasks = [step(chunk, deliver) for chunk in region.layout.chunks]
         self._open[key] = self._wire.submit(tasks, label(key), lambda: region.write_back(outputs))

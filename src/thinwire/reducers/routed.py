@@ -29,9 +29,10 @@ SMALL = 4096
 
 @dataclass(frozen=True)
 class Routed:
-    """Slots that match `rule` through `reducer`, the others through `otherwise`."""
+    """Slots that match `rule` through `reducer`, the others through `otherwise`; bytes and memory are theirs."""
 
     reducer: Reducer
+    """Averages the slots that match."""
 
     rule: Rule = MATRICES
     """"matrices" (floating point of at most 32 bits, two or more dimensions, at least 4096 elements), a glob over
