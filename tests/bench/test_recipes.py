@@ -1,5 +1,6 @@
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,23 +48,18 @@ def test_two_short_runs_become_a_table_and_are_not_repeated(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/summary.json")} == written
 
 
-def test_a_run_that_was_stopped_is_resumed_and_one_without_a_summary_ends_the_bench(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands: list[list[str]] = []
-
-    def stops(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        (tmp_path / "ddp-workers2-steps4-seed0" / "checkpoints" / "step-00000002").mkdir(
-            parents=True, exist_ok=True
-        )
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(bench.subprocess, "run", stops)
-    argv = ["fp8", "--seeds", "1", "--steps", "4", "--out", str(tmp_path)]
-    assert [bench.main(argv), bench.main(argv)] == [1, 1]
-    assert ["--resume" in command for command in commands] == [False, True]
-    assert "start the bench again to go on" in capsys.readouterr().err
+    stopped = tmp_path / "ddp-workers2-steps4-lr0.001-seed0"
+    half = ["train", "--recipe", "ddp", "--steps", "2", "--out", str(stopped), "--logging.no-progress"]
+    subprocess.run([sys.executable, "-m", "thinwire", *half], check=True, capture_output=True)
+    (stopped / "summary.json").unlink()
+    assert bench.main(["ddp", "--seeds", "1", "--steps", "4", "--out", str(tmp_path)]) == 0
+    assert json.loads((stopped / "summary.json").read_text())["steps"] == 4
+    steps = [json.loads(line)["step"] for line in (stopped / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 4
+    assert len(steps) == len(set(steps))
 
 
 def test_an_unknown_recipe_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
