@@ -25,7 +25,7 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, check: bool = True
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, check: bool = True
 ) -> list[Any]:
     """Call `function(*args)` on `world_size` gloo ranks and return what each returned, in rank order.
 
