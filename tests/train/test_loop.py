@@ -108,7 +108,8 @@ def _trace_of_assembling(config: TrainConfig) -> Any:
 
 def test_the_throw_away_step_leaves_no_trace(tmp_path: Path) -> None:
     model = _dropout_model(tmp_path / "model")  # draws random numbers
-    for trace in run_ranks(_trace_of_assembling, 2, job(tmp_path, model_name=model, recipe="fp8-ef")):
+    config = job(tmp_path, model_name=model, model_random_weights=True, recipe="fp8-ef")
+    for trace in run_ranks(_trace_of_assembling, 2, config):
         assert trace == (True, [], 0, 0)
 
 
