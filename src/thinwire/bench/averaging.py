@@ -83,7 +83,11 @@ def main() -> None:
 
 
 def measure(job: Job) -> list[Measured]:
-    """Time every method `job.repeats` times, after one round that warms up and gives the exact mean."""
+    """Time every method `job.repeats` times, after one round that warms up and gives the exact mean.
+
+    Each timed call follows an untimed one, as calls follow each other in training: a connection that idled
+    while other methods ran would start slowly again.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     values = torch.randn(job.elements, generator=torch.Generator().manual_seed(rank))
     buffer = values.clone()
@@ -99,6 +103,8 @@ def measure(job: Job) -> list[Measured]:
     for _ in range(job.repeats):
         for method in methods:
             buffer.copy_(values)
+            method.average(buffer)
+            buffer.copy_(values)
             samples[method.name].append(_timed(method, buffer))
             errors[method.name] = _check(method, buffer, mean)
     rows = []
@@ -107,7 +113,9 @@ def measure(job: Job) -> list[Measured]:
         calls = sent[method.name] + method.sent_bytes()
         wire = None if None in wire_bytes else int(statistics.median(wire_bytes))
         rows.append(
-            Measured(method.name, statistics.median(seconds), calls // job.repeats, wire, errors[method.name])
+            Measured(
+                method.name, statistics.median(seconds), calls // (2 * job.repeats), wire, errors[method.name]
+            )
         )
     return rows
 
