@@ -28,6 +28,7 @@ for _ in range(STEPS):
 
 link.verify()  # all ranks hold the same bits
 if dist.get_rank() == 0:
-    dense = 4 * sum(p.numel() for p in model.parameters()) * STEPS
-    print(f"loss {loss.item():.4f}; sent {link.ledger.sent_bytes() / dense:.3f} x the bytes of float32 on 2 ranks")
+    ranks = dist.get_world_size()
+    ring = 2 * (ranks - 1) / ranks * 4 * sum(p.numel() for p in model.parameters()) * STEPS  # bytes of plain DDP
+    print(f"loss {loss.item():.4f}; sent {link.ledger.sent_bytes() / ring:.3f} x the bytes of float32")
 dist.destroy_process_group()

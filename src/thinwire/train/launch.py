@@ -18,6 +18,7 @@ import socket
 import sys
 import tempfile
 import uuid
+from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,6 +51,7 @@ def launch(config: TrainConfig, out: Path, *, debug: bool = False) -> int:
     _quiet_elastic(debug)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
+    _start_fork_server()
     flag = context.RawValue("b", 0)
     forward = _ForwardSignals(flag)
     life, held = context.Pipe(duplex=False)  # workers end when `held` closes, however this process ends
@@ -133,6 +135,15 @@ class _ForwardSignals:
                 process.kill()
             os._exit(1)
         self._flag.value = 1
+
+
+def _start_fork_server() -> None:
+    """Deaf to Ctrl-C, as the workers then are until they carry it as a flag: a terminal sends it to them too."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _use_loopback() -> None:
