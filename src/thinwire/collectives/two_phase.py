@@ -83,7 +83,7 @@ class TwoPhase:
             self.format.encode(total, send, spans=chunk.spans)
             if self.residual is not None:
                 own = self.rows[self.wire.rank, chunk.start : chunk.stop]
-                self._keep(own, total, send, chunk)
+                self._keep(own, total, send, chunk, delivered=True)
         self.buffers.give(total)
         received = self.buffers.take(self.wire.world_size * nbytes)
         with record_function("thinwire::send"):
@@ -135,10 +135,17 @@ class TwoPhase:
         self.buffers.give(send, received)
         return total
 
-    def _keep(self, out: Tensor, exact: Tensor, encoded: Tensor, chunk: Chunk) -> None:
-        """out = (exact - decoded) / loss scale: what this encoding leaves out."""
+    def _keep(self, out: Tensor, exact: Tensor, encoded: Tensor, chunk: Chunk, *, delivered: bool = False) -> None:
+        """out = (exact - decoded) / loss scale: what this encoding leaves out.
+
+        A mean is `delivered` in its slot's dtype, and what that rounds away is left out as well.
+        """
         decoded = self.buffers.take(chunk.stop - chunk.start, torch.float32)
         self.format.decode(encoded, decoded, spans=chunk.spans)
+        for segment in chunk.segments if delivered else ():
+            if segment.place.slot.dtype != torch.float32:
+                part = decoded[segment.column : segment.column + segment.length]
+                part.copy_(part.to(segment.place.slot.dtype))
         torch.sub(exact, decoded, out=out)
         if self.loss_scale != 1.0:
             out.mul_(1.0 / self.loss_scale)

@@ -33,6 +33,7 @@ from thinwire.train.config import ConfigError, TrainConfig, uses_cuda
 
 logger = logging.getLogger(__name__)
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PRELOAD = ["torch", "torch._dynamo", "thinwire.train.worker", "thinwire.train.warm"]
 
 
@@ -122,7 +123,7 @@ class _ForwardSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in _STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._on_signal)
 
     def __exit__(self, *_: object) -> None:
@@ -138,12 +139,14 @@ class _ForwardSignals:
 
 
 def _start_fork_server() -> None:
-    """Deaf to Ctrl-C, as the workers then are until they carry it as a flag: a terminal sends it to them too."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Deaf to the signals that ask a job to stop, as workers then are until they carry them as a flag: a terminal,
+    `timeout` or systemd sends them to the whole process group, and the fork server must outlive its workers."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOP_SIGNALS}
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _use_loopback() -> None:

@@ -150,10 +150,11 @@ def _steps(
         if progress.bad_in_a_row >= config.max_bad_steps:
             raise TrainingError(
                 f"step {progress.step}: {progress.bad_in_a_row} steps in a row (max_bad_steps) had a loss or "
-                "gradient that is not finite; the last good checkpoint is untouched"
+                "gradient that is not finite; checkpoints of earlier steps are untouched"
             )
         every = config.checkpoint.every
-        if last or (every and progress.step % every == 0):
+        # In a bad streak nothing is saved: one more checkpoint of a diverged run would displace a good one.
+        if last or (every and progress.step % every == 0 and not step.bad):
             _save(run, progress, checkpointer, state)
     return True
 
