@@ -73,7 +73,7 @@ def test_a_rank_that_never_calls_backward_is_named_when_the_timeout_is_over() ->
     for rank, error in _errors_of_survivors("fp8", "hangs", 3).items():
         assert f"CollectiveError: rank {rank}: all_to_all of 'layers." in error
         assert "no answer from rank 1" in error
-        assert "Timed out waiting 2000ms" in error
+        assert "Timed out waiting 2000ms" in error or "timeout caused pair closure" in error
 
 
 def _with_a_nan(reducer: Any, where: str) -> list[dict[str, Any]]:

@@ -216,7 +216,13 @@ def test_torchrun_starts_the_workers_too(config: TrainConfig, straight: dict[str
 def test_an_interrupt_while_workers_start_is_no_accident(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-m", "thinwire", "train", "--steps", "500", "--out", str(tmp_path / "out")]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # A suite that a script put into the background ignores SIGINT, and its children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout is not None
     while "starting 2 workers" not in process.stdout.readline():
