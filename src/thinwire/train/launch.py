@@ -45,14 +45,14 @@ def launch(config: TrainConfig, out: Path, *, debug: bool = False) -> int:
             "or set device to cpu"
         )
     port = free_port(config.port)
-    if config.logging.progress:
-        sys.stdout.write(f"starting {config.workers} workers\n")
-        sys.stdout.flush()
     _use_loopback()
     _quiet_elastic(debug)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     _start_fork_server()
+    if config.logging.progress:
+        sys.stdout.write(f"starting {config.workers} workers\n")
+        sys.stdout.flush()
     flag = context.RawValue("b", 0)
     forward = _ForwardSignals(flag)
     life, held = context.Pipe(duplex=False)  # workers end when `held` closes, however this process ends
