@@ -13,8 +13,8 @@ from pathlib import Path
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("thinwire.train.command:main", "train a language model, or continue a run"),
-    "tokenize": ("thinwire.train.tokenize:main", "turn text into memory-mapped token shards"),
-    "export": ("thinwire.train.export:main", "a checkpoint as a plain Hugging Face model directory"),
+    "tokenize": ("thinwire.train.data.tokenize:main", "turn text into memory-mapped token shards"),
+    "export": ("thinwire.train.checkpoint.export:main", "a checkpoint as a plain Hugging Face model directory"),
     "recipes": ("thinwire.recipes.table:main", "the methods: what each sends, and its paper"),
     "bench": ("thinwire.bench:main", "measure formats, collectives and recipes on this machine"),
     "doctor": ("thinwire.doctor:main", "check this machine: backends, interfaces, links"),

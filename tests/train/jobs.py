@@ -12,7 +12,7 @@ import torch
 
 from thinwire.train import loop
 from thinwire.train.config import CheckpointConfig, LoggingConfig, ModelConfig, OptimizerConfig, TrainConfig
-from thinwire.train.data import DataConfig
+from thinwire.train.data.samples import DataConfig
 from thinwire.train.loop import Outcome, train
 
 CPU = torch.device("cpu")

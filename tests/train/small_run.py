@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.train.checkpoint import Checkpointer
-from thinwire.train.state import TrainState
+from thinwire.train.checkpoint.checkpointer import Checkpointer
+from thinwire.train.checkpoint.state import TrainState
 
 
 class Awkward(nn.Module):

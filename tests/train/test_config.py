@@ -10,7 +10,7 @@ import pytest
 
 from thinwire.train.arguments import from_table, parse, read_toml, to_table, to_toml
 from thinwire.train.config import ConfigError, TrainConfig, check
-from thinwire.train.data import DataConfig, DataError
+from thinwire.train.data.samples import DataConfig, DataError
 
 
 def test_the_default_job_is_accepted() -> None:

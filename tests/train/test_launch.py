@@ -23,7 +23,7 @@ import torch
 
 from tests.train.jobs import job
 from thinwire.train.arguments import to_toml
-from thinwire.train.checkpoint import checkpoints_in
+from thinwire.train.checkpoint.checkpointer import checkpoints_in
 from thinwire.train.command import main
 from thinwire.train.config import ConfigError, TrainConfig
 from thinwire.train.launch import free_port, launch

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from tests.support.ranks import RankFailed, run_ranks
 from tests.train.jobs import CPU, job, lines, run_job, run_job_until, run_job_with_bad_loss
-from thinwire.train.checkpoint import checkpoints_in
+from thinwire.train.checkpoint.checkpointer import checkpoints_in
 from thinwire.train.config import TrainConfig
 from thinwire.train.loop import TrainingError, training_step, validate
 from thinwire.train.progress import Progress

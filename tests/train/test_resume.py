@@ -20,9 +20,9 @@ from tests.support.ranks import RankFailed, run_ranks
 from tests.train.jobs import job, lines, run_job
 from thinwire.train import loop
 from thinwire.train.arguments import to_toml
-from thinwire.train.checkpoint import checkpoints_in
+from thinwire.train.checkpoint.checkpointer import checkpoints_in
 from thinwire.train.config import TrainConfig
-from thinwire.train.data import build_data
+from thinwire.train.data.samples import build_data
 
 SAME = ("param_hash", "val_loss", "final_train_loss", "tokens", "skipped_steps", "sent_bytes_per_rank", "steps")
 

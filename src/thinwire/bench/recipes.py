@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire import recipes
-from thinwire.train.manifest import checkpoints_in
+from thinwire.train.checkpoint.manifest import checkpoints_in
 from thinwire.usage import Parser, whole_number
 
 BASELINE = "ddp"

@@ -13,7 +13,7 @@ from thinwire.doctor.compiler import CompileCheck
 from thinwire.doctor.installed import Package
 from thinwire.doctor.interfaces import Interface
 from thinwire.doctor.probe import LOOPBACK, Probe
-from thinwire.train.text import DataError, standard_library
+from thinwire.train.data.text import DataError, standard_library
 
 
 def machine_problems(requirements: dict[str, list[Package]], known: list[Interface]) -> Iterator[str]:

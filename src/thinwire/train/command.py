@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from thinwire.train.arguments import parse, to_toml
 from thinwire.train.config import ConfigError, check
-from thinwire.train.data import DataError
+from thinwire.train.data.samples import DataError
 
 
 def main(argv: Sequence[str]) -> int:

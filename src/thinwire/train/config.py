@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from thinwire.train.data import DataConfig
+from thinwire.train.data.samples import DataConfig
 
 
 class ConfigError(ValueError):

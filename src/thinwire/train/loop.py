@@ -29,13 +29,13 @@ import torch
 
 from thinwire.train import metrics
 from thinwire.train.arguments import to_table, to_toml
-from thinwire.train.checkpoint import Checkpointer, CheckpointError
+from thinwire.train.checkpoint.checkpointer import Checkpointer, CheckpointError
+from thinwire.train.checkpoint.state import TrainState
 from thinwire.train.config import TrainConfig
 from thinwire.train.optimizer import gradient_norm, learning_rate, set_learning_rate
 from thinwire.train.output import CONFIG, checkpoints
 from thinwire.train.progress import Progress
 from thinwire.train.run import Run, assemble, count_targets, fetch, summed_loss
-from thinwire.train.state import TrainState
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from thinwire.train.config import ConfigError, ModelConfig
-from thinwire.train.text import first_line
+from thinwire.train.data.text import first_line
 
 logger = logging.getLogger(__name__)
 

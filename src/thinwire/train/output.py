@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from thinwire.train.checkpoint.manifest import checkpoints_in
 from thinwire.train.config import ConfigError, TrainConfig
-from thinwire.train.manifest import checkpoints_in
 from thinwire.train.metrics import METRICS
 
 CONFIG = "config.toml"

@@ -27,10 +27,10 @@ from torch.optim import Optimizer
 import thinwire as tw
 from thinwire.train.arguments import to_table
 from thinwire.train.config import ConfigError, TrainConfig
-from thinwire.train.data import IGNORED, Batch, TokenData, build_data
+from thinwire.train.data.sampler import GlobalSampler
+from thinwire.train.data.samples import IGNORED, Batch, TokenData, build_data
 from thinwire.train.model import Vocabulary, build_model, identity
 from thinwire.train.optimizer import build_optimizers
-from thinwire.train.sampler import GlobalSampler
 
 logger = logging.getLogger(__name__)
 

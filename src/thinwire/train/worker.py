@@ -26,9 +26,9 @@ import transformers
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import thinwire as tw
-from thinwire.train.checkpoint import CheckpointError
+from thinwire.train.checkpoint.checkpointer import CheckpointError
 from thinwire.train.config import ConfigError, TrainConfig, uses_cuda
-from thinwire.train.data import DataError
+from thinwire.train.data.samples import DataError
 from thinwire.train.loop import Outcome, TrainingError, train
 from thinwire.train.output import OutputError, choose_output
 from thinwire.train.run import RanksDiffer

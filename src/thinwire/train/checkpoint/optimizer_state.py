@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.train.manifest import JSON, CheckpointError, differences
-from thinwire.train.saved import Saved, json_value
+from thinwire.train.checkpoint.manifest import JSON, CheckpointError, differences
+from thinwire.train.checkpoint.saved import Saved, json_value
 
 # How an optimizer computes rather than what: the present run's choice stays.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.train.shards import ShardWriter, open_shards
-from thinwire.train.store import MemorySink, TokenStore
-from thinwire.train.text import DataError
-from thinwire.train.tokenizers import ByteTokenizer, TokenizerInfo
+from thinwire.train.data.shards import ShardWriter, open_shards
+from thinwire.train.data.store import MemorySink, TokenStore
+from thinwire.train.data.text import DataError
+from thinwire.train.data.tokenizers import ByteTokenizer, TokenizerInfo
 
 BYTES = ByteTokenizer().info
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from tests.train.made_tokenizers import make_tokenizer
-from thinwire.train.data import DataConfig, DataError, TokenData, build_data
-from thinwire.train.sampler import GlobalSampler
-from thinwire.train.shards import ShardWriter
-from thinwire.train.tokenizers import ByteTokenizer, load_tokenizer
+from tests.train.data.made_tokenizers import make_tokenizer
+from thinwire.train.data.sampler import GlobalSampler
+from thinwire.train.data.samples import DataConfig, DataError, TokenData, build_data
+from thinwire.train.data.shards import ShardWriter
+from thinwire.train.data.tokenizers import ByteTokenizer, load_tokenizer
 
 
 def write_text(path: Path, size: int) -> str:
@@ -106,7 +106,7 @@ def test_unpacked_documents_are_padded_and_padding_has_no_label(tmp_path: Path) 
 def test_shards_and_text_give_the_same_samples(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "a.jsonl", [f"document {i} " * (i % 9) for i in range(400)])
     name = str(make_tokenizer(tmp_path / "tokenizer"))
-    from thinwire.train.data import encode_corpus, open_corpus
+    from thinwire.train.data.samples import encode_corpus, open_corpus
 
     text = DataConfig((file,), tokenizer=name, sequence_length=16)
     tokenizer = load_tokenizer(name)

@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from tests.support.ranks import RankFailed, run_ranks
 from tests.train.small_run import advance, content, fresh, load, rank, save_steps
-from thinwire.train import checkpoint, manifest, storage
-from thinwire.train.checkpoint import Checkpointer, CheckpointError, checkpoints_in
+from thinwire.train.checkpoint import checkpointer as checkpointing
+from thinwire.train.checkpoint import manifest, storage
+from thinwire.train.checkpoint.checkpointer import Checkpointer, CheckpointError, checkpoints_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -89,8 +90,8 @@ STAGES: dict[str, tuple[Callable[[], None], int]] = {  # and the step that is th
     "before the checksums": (lambda: _before(Checkpointer, "_checksums"), 1),
     "before the manifest": (lambda: _before(Checkpointer, "_commit"), 1),
     "in the middle of the manifest": (_in_the_middle_of_the_manifest, 1),
-    "before the rename": (lambda: _before(checkpoint, "commit"), 1),
-    "after the rename": (lambda: _after(checkpoint, "commit"), 2),
+    "before the rename": (lambda: _before(checkpointing, "commit"), 1),
+    "after the rename": (lambda: _after(checkpointing, "commit"), 2),
     "in the middle of removing the older one": (_in_the_middle_of_removing, 2),
 }
 

@@ -11,13 +11,13 @@ import transformers
 from safetensors import safe_open
 
 from tests.support.ranks import run_ranks
+from tests.train.data.made_tokenizers import make_tokenizer
 from tests.train.jobs import job, run_job
-from tests.train.made_tokenizers import make_tokenizer
-from thinwire.train.checkpoint import Checkpointer
-from thinwire.train.export import main
+from thinwire.train.checkpoint.checkpointer import Checkpointer
+from thinwire.train.checkpoint.export import main
+from thinwire.train.checkpoint.state import TrainState
+from thinwire.train.data.tokenizers import load_tokenizer
 from thinwire.train.metrics import parameter_hash
-from thinwire.train.state import TrainState
-from thinwire.train.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from thinwire.data_parallel.attach import WRAPPERS
-from thinwire.train import generators, optimizer_state
-from thinwire.train.manifest import JSON, CheckpointError
-from thinwire.train.saved import Saved, json_value
+from thinwire.train.checkpoint import generators, optimizer_state
+from thinwire.train.checkpoint.manifest import JSON, CheckpointError
+from thinwire.train.checkpoint.saved import Saved, json_value
 
 logger = logging.getLogger(__name__)
 

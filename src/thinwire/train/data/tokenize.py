@@ -23,10 +23,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from thinwire.train.data import DataConfig, check_length, encode_corpus, open_corpus
-from thinwire.train.shards import SHARD_TOKENS, SPLITS, ShardWriter, open_shards
-from thinwire.train.text import Corpus, DataError
-from thinwire.train.tokenizers import load_tokenizer
+from thinwire.train.data.samples import DataConfig, check_length, encode_corpus, open_corpus
+from thinwire.train.data.shards import SHARD_TOKENS, SPLITS, ShardWriter, open_shards
+from thinwire.train.data.text import Corpus, DataError
+from thinwire.train.data.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from thinwire.train.text import (
+from thinwire.train.data.text import (
     Corpus,
     DataError,
     Document,

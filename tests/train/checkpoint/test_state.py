@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.ranks import run_ranks
 from tests.train import small_run
 from tests.train.small_run import Awkward, advance, bits, content, fresh, load, rank, save_steps
-from thinwire.train import state as state_module
-from thinwire.train.checkpoint import Checkpointer, CheckpointError
-from thinwire.train.state import Ranks, TrainState, collect
+from thinwire.train.checkpoint import state as state_module
+from thinwire.train.checkpoint.checkpointer import Checkpointer, CheckpointError
+from thinwire.train.checkpoint.state import Ranks, TrainState, collect
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

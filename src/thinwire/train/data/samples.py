@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.train.shards import open_shards
-from thinwire.train.store import MemorySink, TokenSink, TokenStore
-from thinwire.train.text import Corpus, DataError, from_dataset, from_files, split, standard_library
-from thinwire.train.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
+from thinwire.train.data.shards import open_shards
+from thinwire.train.data.store import MemorySink, TokenSink, TokenStore
+from thinwire.train.data.text import Corpus, DataError, from_dataset, from_files, split, standard_library
+from thinwire.train.data.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
 
 __all__ = ["IGNORED", "Batch", "DataConfig", "DataError", "TokenData", "build_data"]
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.train.made_tokenizers import make_tokenizer
-from thinwire.train.text import DataError
-from thinwire.train.tokenizers import ByteTokenizer, load_tokenizer, token_dtype
+from tests.train.data.made_tokenizers import make_tokenizer
+from thinwire.train.data.text import DataError
+from thinwire.train.data.tokenizers import ByteTokenizer, load_tokenizer, token_dtype
 
 TEXT = ["def f(x):\n    return x", "", "naïve 😀 <|endoftext|> words"]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.ranks import run_ranks
-from thinwire.train.sampler import GlobalSampler
+from thinwire.train.data.sampler import GlobalSampler
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.train.manifest import JSON, CheckpointError, differences
+from thinwire.train.checkpoint.manifest import JSON, CheckpointError, differences
 
 
 @dataclass(frozen=True)

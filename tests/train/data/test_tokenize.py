@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.train.made_tokenizers import make_tokenizer
-from thinwire.train import shards
-from thinwire.train.data import DataConfig, build_data
-from thinwire.train.tokenize import main
+from tests.train.data.made_tokenizers import make_tokenizer
+from thinwire.train.data import shards
+from thinwire.train.data.samples import DataConfig, build_data
+from thinwire.train.data.tokenize import main
 
 
 @pytest.fixture

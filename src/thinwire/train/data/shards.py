@@ -25,9 +25,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.train.store import TokenStore
-from thinwire.train.text import DataError, first_line
-from thinwire.train.tokenizers import TokenizerInfo, token_dtype
+from thinwire.train.data.store import TokenStore
+from thinwire.train.data.text import DataError, first_line
+from thinwire.train.data.tokenizers import TokenizerInfo, token_dtype
 
 FORMAT, VERSION = "thinwire-tokens", 1
 SPLITS = ("train", "validation")

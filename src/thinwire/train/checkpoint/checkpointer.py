@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from thinwire.train import storage
-from thinwire.train.manifest import (
+from thinwire.train.checkpoint import storage
+from thinwire.train.checkpoint.manifest import (
     JSON,
     CheckpointError,
     Damaged,
@@ -41,10 +41,10 @@ from thinwire.train.manifest import (
     sha256,
     temporary,
 )
-from thinwire.train.saved import json_value
-from thinwire.train.state import Ranks, TrainState, collect, restore, unwrapped
-from thinwire.train.storage import first_failure, one_line, open_saved
-from thinwire.train.tokenizers import TokenizerInfo
+from thinwire.train.checkpoint.saved import json_value
+from thinwire.train.checkpoint.state import Ranks, TrainState, collect, restore, unwrapped
+from thinwire.train.checkpoint.storage import first_failure, one_line, open_saved
+from thinwire.train.data.tokenizers import TokenizerInfo
 
 __all__ = ["CheckpointError", "Checkpointer", "checkpoints_in"]
 

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.distributed.tensor import DTensor
 
-from thinwire.train.manifest import CheckpointError, Manifest, sweep
-from thinwire.train.saved import Saved
-from thinwire.train.state import Ranks
+from thinwire.train.checkpoint.manifest import CheckpointError, Manifest, sweep
+from thinwire.train.checkpoint.saved import Saved
+from thinwire.train.checkpoint.state import Ranks
 
 _FILE_BYTES = 512 << 20
 

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from thinwire.train.data import DataError
-from thinwire.train.manifest import JSON, MANIFEST, CheckpointError, Damaged, Manifest, checkpoints_in
-from thinwire.train.storage import open_saved
-from thinwire.train.tokenizers import load_tokenizer
+from thinwire.train.checkpoint.manifest import JSON, MANIFEST, CheckpointError, Damaged, Manifest, checkpoints_in
+from thinwire.train.checkpoint.storage import open_saved
+from thinwire.train.data.samples import DataError
+from thinwire.train.data.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
