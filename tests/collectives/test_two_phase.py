@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,8 @@ class Run:
         self.received = torch.full((wire.world_size, self.layout.length), float("nan"))
         self.step = TwoPhase(wire, format, Buffers(wire.device), rows, None, 1.0 / wire.world_size)
 
-    def deliver(self, chunk: Chunk, owner: int, values: Tensor) -> None:
-        self.received[owner, chunk.start : chunk.stop] = values
+    def deliver(self, chunk: Chunk, owner: int, write: Callable[[Tensor], object]) -> None:
+        write(self.received[owner, chunk.start : chunk.stop])
 
     def all_reduce(self) -> dict[str, Tensor]:
         """Means by slot."""

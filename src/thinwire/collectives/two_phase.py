@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,8 +29,9 @@ from thinwire.collectives.pipeline import Pending, Task
 from thinwire.collectives.wire import Wire
 from thinwire.formats import Format
 
-Deliver = Callable[[Chunk, int, Tensor], None]
-"""`deliver(chunk, owner, values)`: takes the mean of a chunk of one owner's pieces, float32 (columns,)."""
+Deliver = Callable[[Chunk, int, Callable[[Tensor], object]], None]
+"""`deliver(chunk, owner, write)`: takes the mean of a chunk of one owner's pieces; `write(out)` puts it into
+`out`, float32 (columns,), which may be where it is wanted in the end."""
 
 
 @dataclass
@@ -89,18 +91,16 @@ class TwoPhase:
         with record_function("thinwire::send"):
             pending = self.wire.all_gather(received.view(self.wire.world_size, nbytes), send)
         yield pending
-        values = self.buffers.take(chunk.stop - chunk.start, torch.float32)
         with record_function("thinwire::decode"):
             for owner, encoded in enumerate(received.view(self.wire.world_size, nbytes)):
-                self.format.decode(encoded, values, spans=chunk.spans)
-                deliver(chunk, owner, values)
-        self.buffers.give(send, received, values)
+                deliver(chunk, owner, partial(self.format.decode, encoded, spans=chunk.spans))
+        self.buffers.give(send, received)
 
     def reduce_scatter(self, chunk: Chunk, deliver: Deliver) -> Task:
         """Steps 1 to 3: the own pieces arrive as exact float32 sums of what was decoded."""
         total = yield from self._reduce(chunk)
         self.rows[self.wire.rank, chunk.start : chunk.stop].zero_()  # delivered as it is: nothing is left out
-        deliver(chunk, self.wire.rank, total)
+        deliver(chunk, self.wire.rank, lambda out: out.copy_(total))
         self.buffers.give(total)
 
     def _reduce(self, chunk: Chunk) -> Generator[Pending, None, Tensor]:

@@ -235,10 +235,15 @@ class BoundQuantized:
     def _submit(
         self, region: Region, step: Callable[[Chunk, Deliver], Task], outputs: dict[str, Staged], *, whole: bool
     ) -> Future[None]:
-        def deliver(chunk: Chunk, owner: int, values: Tensor) -> None:
+        def deliver(chunk: Chunk, owner: int, write: Callable[[Tensor], object]) -> None:
+            window = region.window(outputs, chunk, owner, whole=whole)
+            mean = self._buffers.take(chunk.stop - chunk.start, torch.float32) if window is None else window
+            write(mean)
             if self._wire.keeps_memory:
-                self._watch.see(values)
-            region.deliver(outputs, chunk, owner, values, whole=whole)
+                self._watch.see(mean)
+            if window is None:
+                region.deliver(outputs, chunk, owner, mean, whole=whole)
+                self._buffers.give(mean)
 
         for staged in outputs.values():
             self._wire.lend(staged.flat)

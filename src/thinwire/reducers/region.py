@@ -45,6 +45,20 @@ class Region:
             self._spread(outputs[name].flat, self.work, self._places[name])
         return outputs
 
+    def window(
+        self, outputs: Mapping[str, Staged], chunk: Chunk, owner: int, *, whole: bool = True
+    ) -> Tensor | None:
+        """The part of an output that is all of this chunk of the owner's pieces, float32 (columns,); None where
+        the chunk holds several parts, padding or another dtype, and `deliver` has to share it out."""
+        segment = chunk.segments[0]
+        place = segment.place
+        flat = outputs[place.slot.name].flat
+        columns = chunk.stop - chunk.start
+        if flat.dtype != torch.float32 or place.length(owner) - segment.start < columns:
+            return None
+        start = segment.start + (owner * place.piece if whole else 0)
+        return flat[start : start + columns]
+
     def deliver(
         self, outputs: Mapping[str, Staged], chunk: Chunk, owner: int, values: Tensor, *, whole: bool = True
     ) -> None:
