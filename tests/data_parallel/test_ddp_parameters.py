@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -125,8 +126,52 @@ def _refusal(action: Any) -> str:
     return "fine"
 
 
+class Filter(nn.Module):
+    """The weight of a convolution, whose gradient is the input."""
+
+    def __init__(self, memory_format: torch.memory_format) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(5, 7, 3, bias=False).to(memory_format=memory_format)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.conv.weight * x).sum()
+
+
+def _filters(*memory_formats: torch.memory_format) -> dict[str, np.ndarray]:
+    """Two reductions in each memory format, the error memory handed on by its state: what was applied, what all
+    ranks still owe, and the exact sum of means."""
+    rank, shape = dist.get_rank(), (7, 5, 3, 3)
+    gradients = [torch.arange(315.0).view(shape).add(10 * rank + step).sin() for step in range(4)]
+    applied, state = torch.zeros(shape, dtype=torch.float64), None
+    for part, memory_format in enumerate(memory_formats):
+        ddp = DDP(Filter(memory_format))
+        link = tw.attach(ddp, FP8)
+        if state is not None:
+            link.load_state_dict(state)
+        for gradient in gradients[2 * part : 2 * part + 2]:
+            ddp.zero_grad()
+            ddp(gradient).backward()
+            applied += ddp.module.conv.weight.grad
+        state = link.state_dict()
+    owed, exact = state["residual.conv.weight"].double(), torch.stack(gradients).double().sum(0)
+    dist.all_reduce(owed)
+    dist.all_reduce(exact)
+    return {"applied": applied.numpy(), "owed": owed.numpy(), "exact": exact.numpy() / dist.get_world_size()}
+
+
+def _memory_formats() -> dict[str, dict[str, np.ndarray]]:
+    plain, last = torch.contiguous_format, torch.channels_last
+    return {
+        "contiguous": _filters(plain, plain),
+        "channels last": _filters(last, last),
+        "to channels last": _filters(plain, last),
+        "from channels last": _filters(last, plain),
+    }
+
+
 def _parameters() -> dict[str, Any]:
     found: dict[str, Any] = {"refused": _refused(), "ignored": _ignored(), "thawed": _thawed()}
+    found["memory formats"] = _memory_formats()
     for views in (False, True):
         found[f"plain {views}"] = _odd(None, double=True, views=views)
         found[f"dense {views}"] = _odd(tw.Dense(), double=True, views=views)
@@ -153,6 +198,17 @@ def test_odd_parameters_keep_their_strides_and_stay_equal_on_all_ranks(
 
 def test_odd_parameters_through_dense_have_the_bits_of_plain_ddp_on_two_ranks(ranks: list[dict[str, Any]]) -> None:
     assert all(rank[f"dense {views}"] == rank[f"plain {views}"] for rank in ranks for views in (False, True))
+
+
+def test_means_and_error_memory_do_not_depend_on_the_memory_format_even_if_it_changes_on_resume(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        runs = rank["memory formats"]
+        for run in runs.values():
+            assert all(np.array_equal(run[what], runs["contiguous"][what]) for what in run)
+            assert np.abs(run["applied"] + run["owed"] - run["exact"]).max() < 1e-6
+            assert np.abs(run["owed"]).max() > 1e-3
 
 
 @pytest.mark.parametrize("reducer", REDUCERS)

@@ -26,6 +26,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.data_parallel.link import Link
+from thinwire.reducers.views import laid_as
 
 ATTRIBUTE = "_thinwire_trampoline"
 
@@ -79,12 +80,15 @@ class Trampoline:
         return future.then(lambda f: f.value()[0])
 
     def _gradients(self, bucket: dist.GradBucket) -> dict[str, Tensor]:  # type: ignore[name-defined]
-        """The bucket's gradients by name; empty ones, and those of parameters frozen all along, left out."""
+        """The bucket's gradients by name, in the strides in which DDP laid them: those of their parameters.
+
+        Empty ones, and those of parameters frozen all along, are left out.
+        """
         named = {}
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
             name, _ = self._parameters[id(parameter)]
             if name in self.averaged:
-                named[name] = gradient
+                named[name] = laid_as(parameter, gradient)
             elif parameter.requires_grad and parameter.numel():
                 raise ValueError(
                     f"{name!r} takes gradients now but was frozen when the link was attached: "

@@ -13,9 +13,23 @@ def memory_view(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.view(-1)
-    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]), reverse=True)
-    permuted = tensor.permute(order)
+    permuted = _outermost_first(tensor)
     return permuted.view(-1) if permuted.is_contiguous() else tensor
+
+
+def laid_as(like: Tensor, tensor: Tensor) -> Tensor:
+    """A contiguous tensor of the shape of `like`, whose numbers lie in the memory order of `like` (as DDP lays
+    the gradient of a channels-last weight), seen in its logical order. One with gaps or overlaps counts as
+    contiguous, to DDP as well."""
+    dense = like.is_contiguous() or _outermost_first(like).is_contiguous()
+    return tensor.as_strided(like.shape, like.stride()) if dense else tensor
+
+
+def _outermost_first(tensor: Tensor) -> Tensor:
+    """The tensor with its dimensions in the order of their strides: contiguous if it is dense."""
+    return tensor.permute(
+        sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]), reverse=True)
+    )
 
 
 class Staged:
