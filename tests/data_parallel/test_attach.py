@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -154,6 +155,17 @@ def test_of_three_ranks_the_one_with_another_model_is_named() -> None:
     messages = run_ranks(_ranks_with_one_layer_too_many, 3)
     assert len(set(messages)) == 1
     assert "parameter 2 is absent on rank 0 and 'other.weight torch.float32 (5, 4)' on rank 2" in messages[0]
+
+
+def test_wrappers_do_not_show_in_the_names_and_children_called_as_they_like_do() -> None:
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.compile(nn.Linear(4, 5))
+            self.my_orig_mod = checkpoint_wrapper(torch.compile(nn.Linear(4, 5, bias=False)))
+
+    link = tw.attach(Parent(), tw.Dense())
+    assert [slot.name for slot in link.slots] == ["module.weight", "module.bias", "my_orig_mod.weight"]
 
 
 def test_without_a_process_group_any_module_is_a_world_of_one_rank() -> None:

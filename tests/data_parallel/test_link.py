@@ -108,6 +108,29 @@ def _workers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "thinwire"]
 
 
+def _states_of_others() -> dict[str, str]:
+    """What a link says to the state of the next rank, of another number of ranks, and of nobody."""
+    link = tw.attach(DDP(layers(20, 30, 8)), FP8)
+    own = link.state_dict()
+    states: list[Any] = [None] * 3
+    dist.all_gather_object(states, own)
+    found = {
+        "own": own,
+        "next rank": states[(dist.get_rank() + 1) % 3],
+        "four ranks": {**own, "world_size": 4},
+        "nobody": {key: value for key, value in own.items() if key != "rank"},
+    }
+    return {whose: _said(lambda state=state: link.load_state_dict(state)) for whose, state in found.items()}
+
+
+def _said(action: Any) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return "fine"
+
+
 def _three_ranks() -> dict[str, Any]:
     return {
         "dropped": _dropped(),  # first: no other worker lives
@@ -116,6 +139,7 @@ def _three_ranks() -> dict[str, Any]:
         "seconds": {name: _seconds(reducer) for name, reducer in REDUCERS.items()},
         "overlap": {name: _overlap(reducer) for name, reducer in REDUCERS.items()},
         "profiled": _profiled(),
+        "states": _states_of_others(),
     }
 
 
@@ -155,6 +179,15 @@ def test_the_first_bucket_is_sent_while_later_gradients_are_computed(
 def test_the_profiler_shows_encoding_sending_and_decoding(ranks: list[dict[str, Any]]) -> None:
     expected = {"thinwire::encode", "thinwire::send", "thinwire::decode"}
     assert [rank["profiled"] for rank in ranks] == [expected] * 3
+
+
+def test_the_state_of_another_rank_or_number_of_ranks_is_refused_in_a_line(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        here = f", to be loaded on rank {number} of 3: load on each rank what that rank saved"
+        assert rank["states"]["own"] == "fine"
+        assert f"is of rank {(number + 1) % 3} of 3{here}" in rank["states"]["next rank"]
+        assert f"is of rank {number} of 4{here}" in rank["states"]["four ranks"]
+        assert f"is of rank None of 3{here}" in rank["states"]["nobody"]
 
 
 def test_a_model_dropped_with_its_link_is_collected_and_its_worker_ends(ranks: list[dict[str, Any]]) -> None:

@@ -46,10 +46,16 @@ class StandInLink:
 
     def state_dict(self) -> dict[str, Any]:
         residuals = {f"residual.{name}": tensor for name, tensor in self.residuals.items()}
-        return {"format_version": 1, "matrices": {"reductions": self.reductions, **residuals}}
+        return {
+            "format_version": 1,
+            "matrices": {"reductions": self.reductions, **residuals},
+            "rank": rank(),
+            "world_size": world_size(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["format_version"] == 1
+        assert (state["rank"], state["world_size"]) == (rank(), world_size())
         self.reductions = state["matrices"]["reductions"]
         for name, tensor in self.residuals.items():
             tensor.copy_(state["matrices"][f"residual.{name}"])
@@ -57,6 +63,10 @@ class StandInLink:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def fresh(seed: int = 0, *, link: bool = True, model: nn.Module | None = None) -> TrainState:

@@ -14,10 +14,8 @@ from thinwire.collectives import Slot, Wire
 from thinwire.data_parallel.agreement import check_same_model, check_same_reducer
 from thinwire.data_parallel.ddp import trampoline_of
 from thinwire.data_parallel.link import Link
+from thinwire.data_parallel.names import plain_name
 from thinwire.reducers import Reducer
-
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and checkpoint wrappers put into parameter names. State is keyed without it."""
 
 
 def attach(model: nn.Module, reducer: Reducer, *, timeout: timedelta | None = None) -> Link:
@@ -76,13 +74,8 @@ def _attach_ddp(ddp: DistributedDataParallel, reducer: Reducer, timeout: timedel
 
 def _parameters(module: nn.Module, *, ignored: Collection[str] = ()) -> dict[str, nn.Parameter]:
     """The parameters that data parallelism keeps equal, by name."""
-    named = {}
-    for name, parameter in module.named_parameters():
-        if name not in ignored:
-            for wrapper in WRAPPERS:
-                name = name.replace(wrapper, "")
-            named[name] = parameter
-    return named
+    named = module.named_parameters()
+    return {plain_name(name): parameter for name, parameter in named if name not in ignored}
 
 
 def _slots(parameters: dict[str, nn.Parameter]) -> list[Slot]:

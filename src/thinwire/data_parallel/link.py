@@ -17,9 +17,8 @@ from thinwire.reducers.reducer import BoundReducer, State
 class Link:
     """What `tw.attach` returns.
 
-    `ledger` counts bytes, `exposed_seconds` is the time that backward passes were blocked on communication,
-    `encode_seconds` the time the worker spent encoding and decoding (hidden or not). torch.profiler shows the
-    worker's ranges `thinwire::encode`, `thinwire::send` and `thinwire::decode` if it looks at all threads:
+    torch.profiler shows the worker's ranges `thinwire::encode`, `thinwire::send` and `thinwire::decode` if it
+    looks at all threads:
     `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.
     """
 
@@ -32,7 +31,9 @@ class Link:
         on_detach: Callable[[], None],
     ) -> None:
         self.reducer = reducer
+        """The bound reducer, with its state."""
         self.exposed_seconds = 0.0
+        """Seconds since `attach` in which backward passes had nothing left to do but wait for communication."""
         self._parameters = parameters
         self._slots = tuple(slots)
         self._wire = wire
@@ -45,25 +46,33 @@ class Link:
 
     @property
     def ledger(self) -> Ledger:
+        """The bytes that this rank has sent since `attach`: `ledger.sent_bytes()`, `ledger.summary()`."""
         return self._wire.ledger
 
     @property
     def world_size(self) -> int:
+        """Ranks that average: those of DDP's process group; 1 where there is none."""
         return self._wire.world_size
 
     @property
     def encode_seconds(self) -> float:
+        """Seconds since `attach` that the worker spent computing (encode, decode, copy), hidden behind the
+        backward pass or not. On CUDA: what enqueueing that took."""
         return self._wire.busy_seconds
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """What is averaged, in the order of the model's parameters."""
+        """What is averaged, (name, shape, dtype), in the order of the model's parameters."""
         return self._slots
 
     def verify(self, every: int = 100) -> None:
-        """Compare a hash of all parameters across ranks now and before every n-th reduction (0: never again).
+        """Compare a hash of all parameters across ranks now, and again before every `every`-th reduction (0:
+        only now).
 
-        Raises RuntimeError naming the ranks that differ. Control traffic: an all-gather of 8 bytes.
+        Collective: all ranks call it. Returns nothing; where replicas differ it raises RuntimeError on every
+        rank, here or out of `backward()`, naming the ranks that differ from most. Each comparison reads every
+        parameter once and sends 8 bytes to each rank, counted as control traffic. A reducer whose replicas
+        drift by design (Local) has nothing to compare. Raises ValueError for a negative `every`.
         """
         if every < 0:
             raise ValueError(f"verify needs every >= 0, got {every}")
@@ -71,28 +80,47 @@ class Link:
         self._verify_parameters()
 
     def set_loss_scale(self, scale: float) -> None:
-        """Tell the reducer by what the loss is multiplied (a GradScaler's scale), before the backward pass."""
+        """Tell the reducer by what the loss is multiplied (a GradScaler's scale), before the backward pass.
+
+        Raises ValueError unless it is positive.
+        """
         self.reducer.set_loss_scale(scale)
 
     def rollback(self, names: list[str] | None = None) -> None:
         """Forget what the last reduction added to the error memory, of all slots or of `names`: for a caller
-        who throws that reduction's gradients away."""
+        who throws that reduction's gradients away. All ranks call it alike, before the next backward pass."""
         self.reducer.rollback(names)
 
     def control_all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum a small tensor over the ranks, in place, now; counted as control traffic."""
+        """Sum a small tensor, of one shape on all ranks, over the ranks: in place, now. Returns the tensor.
+
+        Counted as control traffic. Raises CollectiveError where a rank does not answer.
+        """
         return self._wire.control_all_reduce(tensor)
 
     def state_dict(self) -> State:
-        """This rank's state: plain tensors and numbers. Save it for every rank."""
-        return self.reducer.state_dict()
+        """This rank's state: plain tensors and numbers. Save it on every rank.
+
+        `rank` and `world_size` say whose it is; the rest is the reducer's: `format_version`, `reductions` and
+        per parameter `residual.<name>`, float32 of the parameter's shape in its logical order.
+        """
+        return {**self.reducer.state_dict(), **self._place()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned on this rank. Raises ValueError naming what does not fit."""
-        self.reducer.load_state_dict(dict(state))
+        """Restore what `state_dict` returned on this rank. Raises ValueError naming what does not fit: the rank,
+        the number of ranks, a parameter."""
+        here = self._place()
+        there = {key: state.get(key) for key in here}
+        if there != here:
+            raise ValueError(
+                f"this link state is of rank {there['rank']} of {there['world_size']}, to be loaded on rank "
+                f"{here['rank']} of {here['world_size']}: load on each rank what that rank saved (for another "
+                "number of ranks, add the residuals of all ranks up and give each an equal share of the sum)"
+            )
+        self.reducer.load_state_dict({key: value for key, value in state.items() if key not in here})
 
     def memory_bytes(self) -> int:
-        """Bytes that the reducer holds on this rank."""
+        """Bytes that the reducer holds on this rank: work buffers and error memory."""
         return self.reducer.memory_bytes()
 
     def detach(self) -> None:
@@ -113,13 +141,16 @@ class Link:
         self.reducer.begin()
 
     def raise_error(self) -> None:
-        """Raise what broke the wire, if anything did."""
+        """Raise the CollectiveError that broke the wire, if anything did."""
         if self._wire.error is not None:
             raise self._wire.error
 
     def expose(self, since: float) -> None:
         """Count the time from `since` (time.perf_counter) until now as exposed communication."""
         self.exposed_seconds += time.perf_counter() - since
+
+    def _place(self) -> dict[str, int]:
+        return {"rank": self._wire.rank, "world_size": self._wire.world_size}
 
     def _verify_parameters(self, *, abstain: bool = False) -> None:
         if self.reducer.replicas == "drift":

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from thinwire.data_parallel.attach import WRAPPERS
+from thinwire.data_parallel.names import plain_name
 from thinwire.train.checkpoint import generators, optimizer_state
 from thinwire.train.checkpoint.manifest import JSON, CheckpointError
 from thinwire.train.checkpoint.saved import Saved, json_value
@@ -35,6 +35,7 @@ from thinwire.train.checkpoint.saved import Saved, json_value
 logger = logging.getLogger(__name__)
 
 _RESIDUAL = "residual."  # in the key of an error memory
+_PLACE = ("rank", "world_size")  # whose state it is: known where it is loaded
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -140,7 +141,9 @@ def restore(state: TrainState, saved: Saved, ranks: Ranks) -> None:
         generators.reseed(state.seed, ranks.rank, saved.step)
     optimizer_state.restore(saved, state.optimizers, names, optimizer_targets)
     if state.link is not None:
-        state.link.load_state_dict(_placed(saved.state["link"], state.link.state_dict(), rows))
+        own = state.link.state_dict()
+        numbers = {**saved.state["link"], **{place: own[place] for place in _PLACE if place in own}}
+        state.link.load_state_dict(_placed(numbers, own, rows))
 
 
 # -- model -------------------------------------------------------------------------------------------------
@@ -166,18 +169,12 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             raise CheckpointError(f"model state {name!r} is a {type(value).__name__}; only tensors can be saved")
         if id(value) not in seen:
             seen.add(id(value))
-            tensors[f"model.{_plain(name)}"] = value.detach()
+            tensors[f"model.{plain_name(name)}"] = value.detach()
     return tensors
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): _plain(name) for name, parameter in unwrapped(model).named_parameters()}
-
-
-def _plain(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return {id(parameter): plain_name(name) for name, parameter in unwrapped(model).named_parameters()}
 
 
 # -- link --------------------------------------------------------------------------------------------------
@@ -185,7 +182,9 @@ def _plain(name: str) -> str:
 
 def _link_state(link: Bound | None) -> tuple[dict[str, Tensor], dict[str, JSON]]:
     """(tensors under `link.<dotted name>`, the rest in its own nesting)."""
-    content = link.state_dict() if link is not None else {}
+    content = dict(link.state_dict()) if link is not None else {}
+    for place in _PLACE:
+        content.pop(place, None)
     return dict(_leaves("link.", content)), json_value("link", _without_tensors(content))
 
 
