@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.reducers.gradients import bind, equal, gradients, plain, reduce
@@ -22,6 +23,8 @@ def local() -> int:
     piece = {"block.bias": torch.zeros(20)}
     bound.reduce_scatter({"block.bias": named["block.bias"]}, piece).wait()
     assert torch.equal(piece["block.bias"], named["block.bias"][20 * wire.rank : 20 * wire.rank + 20])
+    with pytest.raises(ValueError, match=r"the piece of 'block.bias' on rank . has 20 elements, got 19"):
+        bound.reduce_scatter({"block.bias": named["block.bias"]}, {"block.bias": torch.zeros(19)})
     wire.close()
     return wire.ledger.sent_bytes()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.collectives import oracle
 from tests.reducers.gradients import UNEVEN, bind, equal, exact_mean, gradient, gradients, plain, reduce
@@ -64,6 +65,40 @@ def weighted() -> None:
 
 def test_weights_make_a_weighted_mean() -> None:
     run_ranks(weighted, 3)
+
+
+MIXED = (
+    Slot("f32", (33, 47)),
+    Slot("f64", (101, 3), torch.float64),
+    Slot("bf16", (700,), torch.bfloat16),
+    Slot("second f64", (9,), torch.float64),
+    Slot("f16", (130,), torch.float16),
+)
+
+
+def mixed() -> None:
+    """float64 tensors of a call are added in float64, all others in float32, as one flat buffer each."""
+    bound, wire = bind(Dense(), MIXED)
+    named = gradients(MIXED, 0, wire.rank)
+    expected = {}
+    for wide, group in ((torch.float32, ("f32", "bf16", "f16")), (torch.float64, ("f64", "second f64"))):
+        flat = torch.cat([named[name].to(wide).view(-1) for name in group]).mul_(1 / 3)
+        dist.all_reduce(flat)
+        for name, mean in zip(group, flat.split([named[name].numel() for name in group])):
+            expected[name] = mean.view_as(named[name]).to(named[name].dtype)
+    means = reduce(bound, named)
+    assert all(torch.equal(means[name], expected[name]) for name in expected)
+    assert wire.ledger.sent_bytes() == Dense().sent_bytes(MIXED, 3)
+    own = {name: mean.view(-1).chunk(3)[wire.rank] for name, mean in expected.items()}
+    pieces = {name: torch.zeros_like(piece) for name, piece in own.items()}
+    bound.begin()
+    bound.reduce_scatter(gradients(MIXED, 0, wire.rank), pieces).wait()
+    assert all(torch.equal(pieces[name], own[name]) for name in own)
+    wire.close()
+
+
+def test_dense_adds_every_dtype_of_a_call_as_wide_as_it_needs() -> None:
+    run_ranks(mixed, 3)
 
 
 def strided() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from thinwire.collectives import Slot, Wire
-from thinwire.reducers.combined import combined_state, load_combined_state
 from thinwire.reducers.dense import Dense
+from thinwire.reducers.parts import Parts
 from thinwire.reducers.reducer import BoundReducer, Reducer, State
 
 
@@ -39,8 +39,7 @@ class After:
                 "After's `before` keeps error memory, and what it still owes at the switch would never be sent: "
                 "use one without feedback"
             )
-        parts = {"before": before, "after": self.reducer.bind(slots, wire)}
-        return BoundAfter(self.steps, parts)
+        return BoundAfter(self.steps, Parts(before=before, after=self.reducer.bind(slots, wire)))
 
     def sent_bytes(self, slots: Sequence[Slot], world_size: int) -> int:
         """After the warm-up."""
@@ -50,7 +49,7 @@ class After:
 class BoundAfter:
     """Two bound reducers and the count that chooses between them."""
 
-    def __init__(self, steps: int, parts: Mapping[str, BoundReducer]) -> None:
+    def __init__(self, steps: int, parts: Parts) -> None:
         self._steps = steps
         self._parts = parts
         self._reductions = 0
@@ -82,14 +81,13 @@ class BoundAfter:
         self._now.rollback(names)
 
     def set_loss_scale(self, scale: float) -> None:
-        for part in self._parts.values():
-            part.set_loss_scale(scale)
+        self._parts.set_loss_scale(scale)
 
     def state_dict(self) -> State:
-        return combined_state(self._parts, self._reductions)
+        return self._parts.state_dict(self._reductions)
 
     def load_state_dict(self, state: State) -> None:
-        self._reductions = load_combined_state(self._parts, state)
+        self._reductions = self._parts.load_state_dict(state)
 
     def memory_bytes(self) -> int:
-        return sum(part.memory_bytes() for part in self._parts.values())
+        return self._parts.memory_bytes()

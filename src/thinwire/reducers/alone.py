@@ -16,13 +16,13 @@ from torch.futures import Future
 from thinwire.collectives import Slot
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
-    FORMAT_VERSION,
     State,
     check_loss_scale,
     check_pieces,
-    check_state_version,
     check_tensors,
     done,
+    new_state,
+    reductions_in,
     residuals_in,
 )
 
@@ -73,7 +73,7 @@ class BoundAlone:
 
     def state_dict(self) -> State:
         self._settle()
-        state: State = {"format_version": FORMAT_VERSION, "reductions": self._reductions}
+        state = new_state(self._reductions)
         for name, slot in self._slots.items() if self._keeps else ():
             owed = self._owed.get(name)
             state[f"residual.{name}"] = (
@@ -82,11 +82,11 @@ class BoundAlone:
         return state
 
     def load_state_dict(self, state: State) -> None:
-        check_state_version(state)
+        reductions = reductions_in(state)
         residuals = residuals_in(state, self._slots if self._keeps else {})
         self._settle()
         self._owed = {name: residual.to(self._device) for name, residual in residuals.items() if residual.any()}
-        self._reductions = int(state["reductions"])
+        self._reductions = reductions
 
     def memory_bytes(self) -> int:
         return sum(owed.nbytes for owed in self._owed.values())

@@ -1,5 +1,8 @@
 """Dense: the backend's own all-reduce, in float32, over one call's tensors as one flat buffer.
 
+float64 tensors of the call make a buffer of their own, in float64; narrower ones are widened, and their mean is
+rounded once, where plain DDP adds bfloat16 in bfloat16.
+
 For float32 gradients and DDP's bucket order this is bit for bit what plain DDP computes (multiply by 1/W,
 then sum). Above two ranks the order in which a ring adds depends on the position in the buffer, so, as with
 plain DDP, the last bit depends on the buckets. Sends 2 (W-1)/W x 4 bytes per element (8 for float64). Where
@@ -9,7 +12,8 @@ gradients are views of DDP's buckets and zeroed in place, plain DDP divides by W
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,27 +21,20 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from thinwire.collectives import Layout, Slot, Wire, all_reduce_bytes
+from thinwire.collectives import Slot, Wire, all_reduce_bytes
 from thinwire.collectives.pipeline import Task
 from thinwire.reducers.finite import FiniteWatch
-from thinwire.reducers.reducer import (
-    FORMAT_VERSION,
-    State,
-    check_pieces,
-    check_state_version,
-    check_tensors,
-    done,
-    label,
-)
+from thinwire.reducers.pieces import Pieces
+from thinwire.reducers.reducer import State, check_tensors, done, label, new_state, reductions_in
 from thinwire.reducers.views import memory_view
 
 
 @dataclass(frozen=True)
 class Dense:
-    """The exact mean in float32 (float64 tensors in float64), by one all_reduce per call.
+    """The mean in float32 (of float64 tensors in float64), by one all_reduce per call and accumulation dtype.
 
-    Sends 2 (W-1)/W x 4 bytes per element and rank, keeps no memory. Raises ValueError at bind for slots that
-    are not floating point.
+    Sends 2 (W-1)/W x 4 bytes per element and rank (8 for float64), keeps no memory. Raises ValueError at bind
+    for slots that are not floating point.
     """
 
     def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundDense:
@@ -47,7 +44,10 @@ class Dense:
         return BoundDense(slots, wire)
 
     def sent_bytes(self, slots: Sequence[Slot], world_size: int) -> int:
-        return all_reduce_bytes(sum(s.numel * _sum_dtype([s.dtype]).itemsize for s in slots), world_size)
+        nbytes: Counter[torch.dtype] = Counter()
+        for slot in slots:
+            nbytes[_wide(slot.dtype)] += slot.numel * _wide(slot.dtype).itemsize
+        return sum(all_reduce_bytes(total, world_size) for total in nbytes.values())
 
 
 class BoundDense:
@@ -58,7 +58,7 @@ class BoundDense:
     def __init__(self, slots: Sequence[Slot], wire: Wire) -> None:
         self._wire = wire
         self._slots = {slot.name: slot for slot in slots}
-        self._places = {place.slot.name: place for place in Layout(tuple(slots), wire.world_size, block=1).places}
+        self._pieces = Pieces(slots, wire)
         self._reductions = 0
         self._watch = FiniteWatch(wire.device)
         self._open: list[Future[None]] = []  # calls of the open reduction
@@ -74,38 +74,27 @@ class BoundDense:
         check_tensors(named, self._slots)
         if self._wire.world_size == 1 or not named:
             return done(self._wire.device)
-        flat = self._snapshot(named, weight)
 
-        def task() -> Task:
-            yield self._wire.all_reduce(flat)
-            self._see(flat)
-            parts = flat.split([tensor.numel() for tensor in named.values()])
-            for tensor, part in zip(named.values(), parts):
-                view = memory_view(tensor)
-                view.copy_(part.view(view.shape))
+        def deliver(means: Mapping[str, Tensor]) -> None:
+            for name, mean in means.items():
+                view = memory_view(named[name])
+                view.copy_(mean.view(view.shape))
 
-        return self._submit(task(), list(named))
+        return self._submit(named, weight, deliver)
 
     def reduce_scatter(
         self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
     ) -> Future[None]:
         """An all-reduce of which this rank keeps its piece: gloo's own reduce-scatter sends no less."""
         check_tensors(named, self._slots)
-        check_pieces(out, {name: self._places[name].length(self._wire.rank) for name in out}, self._wire.rank)
+        self._pieces.check(out)
         if not named:
             return done(self._wire.device)
-        flat = self._snapshot({name: t.contiguous() for name, t in named.items()}, weight)
-        means = dict(zip(named, flat.split([t.numel() for t in named.values()])))
 
-        def task() -> Task:
-            if self._wire.world_size > 1:
-                yield self._wire.all_reduce(flat)
-            self._see(flat)
-            for name, piece in out.items():
-                start = self._wire.rank * self._places[name].piece
-                piece.detach().copy_(means[name][start : start + piece.numel()].view(piece.shape))
+        def deliver(means: Mapping[str, Tensor]) -> None:
+            self._pieces.write(means, {name: out[name] for name in means})
 
-        return self._submit(task(), list(named))
+        return self._submit({name: tensor.contiguous() for name, tensor in named.items()}, weight, deliver)
 
     def finite(self) -> bool:
         for future in self._open:
@@ -119,29 +108,40 @@ class BoundDense:
         """There is no error memory."""
 
     def state_dict(self) -> State:
-        return {"format_version": FORMAT_VERSION, "reductions": self._reductions}
+        return new_state(self._reductions)
 
     def load_state_dict(self, state: State) -> None:
-        check_state_version(state)
-        self._reductions = int(state["reductions"])
+        self._reductions = reductions_in(state)
 
     def memory_bytes(self) -> int:
         return 0
 
-    def _submit(self, task: Task, names: Sequence[str]) -> Future[None]:
-        self._open.append(self._wire.submit([task], label(names)))
+    def _submit(
+        self, named: Mapping[str, Tensor], weight: float, deliver: Callable[[Mapping[str, Tensor]], None]
+    ) -> Future[None]:
+        """Average the tensors, a task per accumulation dtype, and deliver the means, flat, in memory order."""
+        tasks = []
+        for dtype in (torch.float32, torch.float64):
+            if same := {name: tensor for name, tensor in named.items() if _wide(tensor.dtype) == dtype}:
+                tasks.append(self._average(same, self._snapshot(same, dtype, weight), deliver))
+        self._open.append(self._wire.submit(tasks, label(list(named))))
         return self._open[-1]
 
-    def _see(self, mean: Tensor) -> None:
-        if self._wire.keeps_memory:
-            self._watch.see(mean)
-
-    def _snapshot(self, named: Mapping[str, Tensor], weight: float) -> Tensor:
+    def _snapshot(self, named: Mapping[str, Tensor], dtype: torch.dtype, weight: float) -> Tensor:
         """The tensors as one flat buffer, scaled."""
-        dtype = _sum_dtype([t.dtype for t in named.values()])
         flat = torch.cat([view.reshape(-1).to(dtype) for view in map(memory_view, named.values())])
         return self._wire.lend(flat.mul_(weight / self._wire.world_size))
 
+    def _average(
+        self, named: Mapping[str, Tensor], flat: Tensor, deliver: Callable[[Mapping[str, Tensor]], None]
+    ) -> Task:
+        if self._wire.world_size > 1:
+            yield self._wire.all_reduce(flat)
+        if self._wire.keeps_memory:
+            self._watch.see(flat)
+        deliver(dict(zip(named, flat.split([tensor.numel() for tensor in named.values()]))))
 
-def _sum_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which tensors of `dtype` are added up."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.futures import Future
 
-from thinwire.collectives import Layout, Slot, Wire
-from thinwire.reducers.reducer import FORMAT_VERSION, State, check_state_version, done
+from thinwire.collectives import Slot, Wire
+from thinwire.reducers.pieces import Pieces
+from thinwire.reducers.reducer import State, check_tensors, done, new_state, reductions_in
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,25 @@ class BoundLocal:
     replicas: Literal["identical", "drift"] = "drift"
 
     def __init__(self, slots: Sequence[Slot], wire: Wire) -> None:
-        self._wire = wire
+        self._device = wire.device
+        self._slots = {slot.name: slot for slot in slots}
+        self._pieces = Pieces(slots, wire)
         self._reductions = 0
-        self._places = {place.slot.name: place for place in Layout(tuple(slots), wire.world_size, block=1).places}
 
     def begin(self) -> None:
         self._reductions += 1
 
     def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
-        return done(self._wire.device)
+        check_tensors(named, self._slots)
+        return done(self._device)
 
     def reduce_scatter(
         self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
     ) -> Future[None]:
-        for name, piece in out.items():
-            start = self._wire.rank * self._places[name].piece
-            with torch.no_grad():
-                piece.copy_(named[name].reshape(-1)[start : start + piece.numel()].view(piece.shape))
-        return done(self._wire.device)
+        check_tensors(named, self._slots)
+        self._pieces.check(out)
+        self._pieces.write(named, out)
+        return done(self._device)
 
     def finite(self) -> bool:
         return True  # nobody depends on what other ranks hold
@@ -60,11 +61,10 @@ class BoundLocal:
         """There is no error memory."""
 
     def state_dict(self) -> State:
-        return {"format_version": FORMAT_VERSION, "reductions": self._reductions}
+        return new_state(self._reductions)
 
     def load_state_dict(self, state: State) -> None:
-        check_state_version(state)
-        self._reductions = int(state["reductions"])
+        self._reductions = reductions_in(state)
 
     def memory_bytes(self) -> int:
         return 0

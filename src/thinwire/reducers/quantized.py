@@ -36,14 +36,14 @@ from thinwire.formats.kernels import can_compile
 from thinwire.reducers.alone import BoundAlone
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
-    FORMAT_VERSION,
     BoundReducer,
     State,
     check_loss_scale,
-    check_state_version,
     check_tensors,
     done,
     label,
+    new_state,
+    reductions_in,
     residuals_in,
 )
 from thinwire.reducers.region import Region
@@ -199,7 +199,7 @@ class BoundQuantized:
 
     def state_dict(self) -> State:
         self._settle()
-        state: State = {"format_version": FORMAT_VERSION, "reductions": self._reductions, "chunk": CHUNK}
+        state = {**new_state(self._reductions), "chunk": CHUNK}
         if self._keeps:
             for name, slot in self._slots.items():
                 residual = torch.zeros(slot.shape, dtype=torch.float32, device=self._wire.device)
@@ -208,7 +208,7 @@ class BoundQuantized:
         return state
 
     def load_state_dict(self, state: State) -> None:
-        check_state_version(state)
+        reductions = reductions_in(state)
         residuals = residuals_in(state, self._slots if self._keeps else {})
         if state.get("chunk", CHUNK) != CHUNK:
             logger.warning(
@@ -217,7 +217,7 @@ class BoundQuantized:
         self._settle()
         for name, residual in residuals.items():
             self._home(name).write_residual(name, residual)
-        self._reductions = int(state["reductions"])
+        self._reductions = reductions
 
     def memory_bytes(self) -> int:
         return sum(region.nbytes for region in self._regions.values()) + self._buffers.nbytes

@@ -112,11 +112,17 @@ def check_pieces(out: Mapping[str, Tensor], lengths: Mapping[str, int], rank: in
             )
 
 
-def check_state_version(state: State) -> None:
-    """Refuse a state of another format version."""
+def new_state(reductions: int) -> State:
+    """What every reducer's state has, to be completed with tensors."""
+    return {"format_version": FORMAT_VERSION, "reductions": reductions}
+
+
+def reductions_in(state: State) -> int:
+    """The number of reductions in a state. Raises ValueError for one of another format version."""
     version = state.get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(f"reducer state has format_version {version}, this version reads {FORMAT_VERSION}")
+    return int(state["reductions"])
 
 
 def residuals_in(state: State, slots: Mapping[str, Slot]) -> dict[str, Tensor]:

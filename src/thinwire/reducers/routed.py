@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.futures import Future, collect_all
 
 from thinwire.collectives import Slot, Wire
-from thinwire.reducers.combined import combined_state, load_combined_state, roll_back_each
 from thinwire.reducers.dense import Dense
+from thinwire.reducers.parts import Parts
 from thinwire.reducers.reducer import BoundReducer, Reducer, State, done
 
 Rule: TypeAlias = str | Callable[[Slot], bool]
@@ -42,7 +42,7 @@ class Routed:
 
     def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundRouted:
         matched, rest = self._split(slots)
-        parts = {"matched": self.reducer.bind(matched, wire), "otherwise": self.otherwise.bind(rest, wire)}
+        parts = Parts(matched=self.reducer.bind(matched, wire), otherwise=self.otherwise.bind(rest, wire))
         return BoundRouted(parts, {slot.name for slot in matched}, wire)
 
     def sent_bytes(self, slots: Sequence[Slot], world_size: int) -> int:
@@ -68,7 +68,7 @@ def matches(rule: Rule, slot: Slot) -> bool:
 class BoundRouted:
     """Two bound reducers on one wire."""
 
-    def __init__(self, parts: Mapping[str, BoundReducer], matched: set[str], wire: Wire) -> None:
+    def __init__(self, parts: Parts, matched: set[str], wire: Wire) -> None:
         self._parts = parts
         self._matched = matched
         self._wire = wire
@@ -76,13 +76,13 @@ class BoundRouted:
 
     @property
     def replicas(self) -> Literal["identical", "drift"]:
-        drifts = any(part.replicas == "drift" for part in self._parts.values())
+        drifts = any(part.replicas == "drift" for part in self._parts.each())
         return "drift" if drifts else "identical"
 
     def begin(self) -> None:
         self._settle()
         self._reductions += 1
-        for part in self._parts.values():
+        for part in self._parts.each():
             part.begin()
 
     def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
@@ -101,24 +101,24 @@ class BoundRouted:
         return _both(futures, self._wire)
 
     def finite(self) -> bool:
-        return all(part.finite() for part in self._parts.values())
+        return all(part.finite() for part in self._parts.each())
 
     def rollback(self, names: Sequence[str] | None = None) -> None:
-        roll_back_each(self._parts, names)
+        for part in self._parts.each():
+            part.rollback(names)
 
     def set_loss_scale(self, scale: float) -> None:
-        for part in self._parts.values():
-            part.set_loss_scale(scale)
+        self._parts.set_loss_scale(scale)
 
     def state_dict(self) -> State:
         self._settle()
-        return combined_state(self._parts, self._reductions)
+        return self._parts.state_dict(self._reductions)
 
     def load_state_dict(self, state: State) -> None:
-        self._reductions = load_combined_state(self._parts, state)
+        self._reductions = self._parts.load_state_dict(state)
 
     def memory_bytes(self) -> int:
-        return sum(part.memory_bytes() for part in self._parts.values())
+        return self._parts.memory_bytes()
 
     def _settle(self) -> None:
         """What one part would keep of a reduction that another's mean spoiled is dropped too."""
