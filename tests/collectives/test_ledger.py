@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ def test_rows_add_up_by_op_phase_and_scope() -> None:
     assert summary["sent_bytes"] == 92
     assert summary["control_sent_bytes"] == 16
     assert [row["calls"] for row in summary["rows"]] == [3, 1, 1]
+    assert json.loads(json.dumps(summary)) == summary
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, 0), (2, 1200), (3, 1600), (4, 1800)])

@@ -8,7 +8,7 @@ all-reduce 2 (W-1)/W n, ring all-gather (W-1) n, direct all-to-all n to each pee
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 CONTROL = "control"
@@ -17,11 +17,15 @@ CONTROL = "control"
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """Totals of one kind of collective since the ledger began."""
+    """Totals of one kind of collective on this rank since the ledger began."""
 
     op: str
+    """"all_to_all", "all_gather" or "all_reduce"."""
     phase: str
+    """"scatter" (contributions on their way to owners), "gather" (means on their way back), "dense" or
+    "control"."""
     scope: str
+    """The group of ranks: "world" is all that average together."""
     calls: int = 0
     payload_bytes: int = 0
     sent_bytes: int = 0
@@ -45,19 +49,21 @@ class Ledger:
         )
 
     def rows(self) -> list[LedgerRow]:
-        """One row per op, phase and scope."""
+        """One row per op, phase and scope, in the order of their first use."""
         return list(self._rows.values())
 
     def sent_bytes(self, *, control: bool = False) -> int:
-        """Bytes this rank sent: training data, or with `control=True` the control traffic instead."""
+        """Bytes this rank sent since the ledger began: training data (payload and scales), or with
+        `control=True` the control traffic instead. Take the difference of two calls for what lies between."""
         return sum(row.sent_bytes for row in self._select(control))
 
     def summary(self) -> dict[str, Any]:
-        """Totals and rows as plain data."""
+        """Plain data, fit for JSON: `sent_bytes` and `control_sent_bytes`, as `sent_bytes()` counts them, and
+        `rows`: a dict per LedgerRow, its fields (op, phase, scope, calls, payload_bytes, sent_bytes) as keys."""
         return {
             "sent_bytes": self.sent_bytes(),
             "control_sent_bytes": self.sent_bytes(control=True),
-            "rows": [row.__dict__ for row in self.rows()],
+            "rows": [asdict(row) for row in self.rows()],
         }
 
     def _select(self, control: bool) -> Iterator[LedgerRow]:
