@@ -7,9 +7,6 @@ cannot meet, and each is used by the one worker thread alone, control traffic by
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -18,17 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from thinwire.collectives.failures import CollectiveError, describe
 from thinwire.collectives.ledger import CONTROL, Ledger, all_reduce_bytes
 from thinwire.collectives.pipeline import Pending, Pipeline, Task
-
-logger = logging.getLogger(__name__)
-
-PATIENCE_SECONDS = 3.0
-"""How long a rank whose collective failed waits for the others to say that they are alive."""
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed or timed out. The message names this rank, the op, the slots and who is missing."""
 
 
 class Wire:
@@ -162,39 +151,11 @@ class Wire:
         self.ledger.record(op, phase=phase, scope=self.scope, payload_bytes=payload, sent_bytes=sent)
 
     def _explain(self, op: str, label: str, error: Exception) -> CollectiveError:
-        missing = self._missing_ranks()
-        who = f"; no answer from rank {', '.join(map(str, missing))}" if missing else ""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return CollectiveError(f"rank {self.ranks[self.rank]}: {op} of {label} failed{who}: {reason}")
-
-    def _missing_ranks(self) -> list[int]:
-        """Ranks that do not say within a few seconds that they saw a failure too: dead, stopped or stuck.
-
-        They say so through the store. Where the network is what failed, a request to the store would never
-        return, so another thread makes it.
-        """
-        if self.world_size == 1:
-            return []
-        missing: list[int] = []
-        asking = threading.Thread(target=lambda: missing.extend(self._ask_store()), daemon=True)
-        asking.start()
-        asking.join(PATIENCE_SECONDS + 1.0)
-        return list(missing)
-
-    def _ask_store(self) -> list[int]:
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            key = f"thinwire/failed/{self._phases[CONTROL].group_name}"
-            store.set(f"{key}/{self.rank}", "alive")
-            missing = set(range(self.world_size))
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            while missing and time.monotonic() < deadline:
-                missing -= {rank for rank in missing if store.check([f"{key}/{rank}"])}
-                time.sleep(0.05)
-        except RuntimeError as error:  # the store lives in a process that may be the dead one
-            logger.debug("the store cannot tell which rank failed: %s", error)
-            return []
-        return [self.ranks[rank] for rank in sorted(missing)]
+        name = self._phases[CONTROL].group_name if self.world_size > 1 else ""
+        what = f"{op} of {label} failed"
+        return CollectiveError(
+            describe(what, error, rank=self.ranks[self.rank], ranks=self.ranks, group_name=name)
+        )
 
 
 def _group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -11,6 +11,7 @@ import transformers
 from safetensors import safe_open
 
 from tests.support.ranks import run_ranks
+from tests.train.checkpoint.spoil import rewrite_manifest
 from tests.train.data.made_tokenizers import make_tokenizer
 from tests.train.jobs import job, run_job
 from thinwire.train.checkpoint.checkpointer import Checkpointer
@@ -113,6 +114,8 @@ def test_a_run_gives_its_newest_complete_checkpoint(tmp_path: Path, caplog: pyte
     assert _equal(newer, tmp_path / "a")
     assert main([str(checkpoints / "step-00000005"), str(tmp_path / "b")]) == 0
     assert _equal(older, tmp_path / "b")
+    shutil.copytree(checkpoints / "step-00000005", tmp_path / "the best one")
+    assert main([str(tmp_path / "the best one"), str(tmp_path / "d")]) == 0
     next(iter((checkpoints / "step-00000010").glob("*.safetensors"))).unlink()
     assert main([str(checkpoints), str(tmp_path / "c")]) == 0
     assert _equal(older, tmp_path / "c")
@@ -168,7 +171,12 @@ def test_what_a_run_trained_is_what_is_exported(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_exported_is_one_line(
-    tmp_path: Path, arguments: tuple[str, ...], code: int, line: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    code: int,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     _save(tmp_path / "run" / "checkpoints", _model())
     (tmp_path / "file").write_text("")
@@ -183,10 +191,9 @@ def test_what_cannot_be_exported_is_one_line(
         "bare": None,
     }.items():
         shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / name)
-        manifest = tmp_path / name / "step-00000005" / "manifest.json"
-        content = json.loads(manifest.read_text())
-        content["model_config"] = None if change is None else content["model_config"] | change
-        manifest.write_text(json.dumps(content))
+        directory = tmp_path / name / "step-00000005"
+        config = json.loads((directory / "manifest.json").read_text())["model_config"]
+        rewrite_manifest(directory, model_config=None if change is None else config | change)
     shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "broken")
     (tmp_path / "broken" / "step-00000005" / "manifest.json").write_text("{")
     assert main([argument.format(tmp=tmp_path) for argument in arguments]) == code
@@ -195,4 +202,5 @@ def test_what_cannot_be_exported_is_one_line(
     assert captured.err.startswith("thinwire export: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+    assert "skipping the damaged" not in caplog.text, "what the error says is not said before"
     assert not (tmp_path / "new").exists()

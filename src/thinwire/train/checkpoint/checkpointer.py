@@ -38,13 +38,14 @@ from thinwire.train.checkpoint.manifest import (
     differences,
     order,
     remove,
-    sha256,
     temporary,
 )
+from thinwire.train.checkpoint.ranks import Ranks, one_line
 from thinwire.train.checkpoint.saved import json_value
-from thinwire.train.checkpoint.state import Ranks, TrainState, collect, restore, unwrapped
-from thinwire.train.checkpoint.storage import first_failure, one_line, open_saved
+from thinwire.train.checkpoint.state import TrainState, collect, restore, unwrapped
+from thinwire.train.checkpoint.storage import first_failure, open_saved
 from thinwire.train.data.tokenizers import TokenizerInfo
+from thinwire.train.files import sha256
 
 __all__ = ["CheckpointError", "Checkpointer", "checkpoints_in"]
 
@@ -103,10 +104,8 @@ class Checkpointer:
             tokenizer=self._tokenizer,
         )
         written = temporary(self.directory, step)
-        try:
+        with self._ranks.explaining(f"step {step} could not be saved"):
             upload = storage.write(tensors, written, self._ranks)
-        except RuntimeError as error:  # a lost peer
-            raise CheckpointError(f"step {step} could not be saved: {one_line(error)}") from error
         self._saved = step
         self._pending = self._thread.submit(self._finish, upload, manifest, written)
 
@@ -133,27 +132,26 @@ class Checkpointer:
     # -- writing -------------------------------------------------------------------------------------------
 
     def _finish(self, upload: Future[Any], manifest: Manifest, written: Path) -> None:
-        """On the checkpoint thread of every rank: from written files to a checkpoint."""
-        try:
-            upload.result()
-        except CheckpointException as error:  # the same on all ranks, and none is writing any more
-            self._give_up(manifest.step, written, first_failure(error))
-        except Exception as error:  # a lost peer: what the others see is unknown, so nothing is removed
-            raise CheckpointError(f"step {manifest.step} could not be saved: {one_line(error)}") from error
-        problem = None
-        try:
-            report = self._checksums(written)
-        except OSError as error:
-            report, problem = {}, f"rank {self._ranks.rank}: {error}"
-        try:
+        """On the checkpoint thread of every rank: from written files to a checkpoint.
+
+        After a lost peer it is unknown what the others see, so nothing is removed.
+        """
+        with self._ranks.explaining(f"step {manifest.step} could not be saved"):
+            try:
+                upload.result()
+            except CheckpointException as error:  # the same on all ranks, and none is writing any more
+                self._give_up(manifest.step, written, first_failure(error))
+            problem = None
+            try:
+                report = self._checksums(written)
+            except OSError as error:
+                report, problem = {}, f"rank {self._ranks.rank}: {error}"
             reports = self._ranks.all_gather((report, problem))
             problem = self._ranks.broadcast(
                 self._commit(manifest, written, reports) if not self._ranks.rank else None
             )
-        except RuntimeError as error:
-            raise CheckpointError(f"step {manifest.step} could not be saved: {one_line(error)}") from error
-        if problem:
-            self._give_up(manifest.step, written, problem)
+            if problem:
+                self._give_up(manifest.step, written, problem)
 
     def _checksums(self, written: Path) -> dict[str, dict[str, JSON]]:
         """Size of every file, and the checksum of this rank's share of them."""
@@ -223,20 +221,30 @@ class Checkpointer:
         and none is usable, or where the newest complete one is another run's.
         """
         self.wait()
-        problems = []
+        with self._ranks.explaining(f"the checkpoints in {self.directory} could not be read"):
+            found, damaged = self._find()
+            self._damaged |= damaged.keys()
+            if found is not None:
+                for name, problem in damaged.items() if self._ranks.rank == 0 else ():
+                    logger.warning("skipping the damaged checkpoint %s: %s", self.directory / name, problem)
+                directory, manifest = found
+                self._load(directory, manifest, state)
+                self._saved = manifest.step
+                return manifest.step
+        if damaged:
+            problems = "; ".join(f"{name}: {problem}" for name, problem in damaged.items())
+            raise CheckpointError(f"no usable checkpoint in {self.directory}: {problems}")
+        return None
+
+    def _find(self) -> tuple[tuple[Path, Manifest] | None, dict[str, str]]:
+        """The newest complete checkpoint, and the newer ones that are damaged: what is wrong, by name."""
+        damaged: dict[str, str] = {}
         for name in self._names():
             manifest, problem = self._examine(self.directory / name)
             if manifest is not None:
-                self._load(self.directory / name, manifest, state)
-                self._saved = manifest.step
-                return manifest.step
-            self._damaged.add(name)
-            problems.append(f"{name}: {problem}")
-            if self._ranks.rank == 0:
-                logger.warning("skipping the damaged checkpoint %s: %s", self.directory / name, problem)
-        if problems:
-            raise CheckpointError(f"no usable checkpoint in {self.directory}: {'; '.join(problems)}")
-        return None
+                return (self.directory / name, manifest), damaged
+            damaged[name] = problem
+        return None, damaged
 
     def _names(self) -> list[str]:
         """Newest first, as rank 0 sees them."""
@@ -278,7 +286,7 @@ class Checkpointer:
         return (None, problems[0]) if problems else (manifest, "")
 
     def _load(self, directory: Path, manifest: Manifest, state: TrainState) -> None:
-        saved = open_saved(directory, manifest, self._ranks.group)
+        saved = open_saved(directory, manifest, self._ranks)
         saved.refuse(differences(manifest.identity, self._identity))
         if manifest.torch_version != torch.__version__ and self._ranks.rank == 0:
             logger.warning(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.train.checkpoint.manifest import JSON, MANIFEST, CheckpointError, Damaged, Manifest, checkpoints_in
+from thinwire.train.checkpoint.ranks import Ranks
 from thinwire.train.checkpoint.storage import open_saved
 from thinwire.train.data.samples import DataError
 from thinwire.train.data.tokenizers import load_tokenizer
@@ -75,15 +76,19 @@ def find_checkpoint(source: Path) -> tuple[Path, Manifest]:
     if not source.is_dir():
         raise UsageError(f"CKPT: there is no directory {source}")
     found = [path for place in (source / "checkpoints", source) for path in checkpoints_in(place)]
-    problems = []
+    damaged: dict[Path, str] = {}
     for path in found:
         try:
-            return path, _verified(path)
+            manifest = _verified(path)
         except Damaged as damage:
-            logger.warning("skipping the damaged checkpoint %s: %s", path, damage)
-            problems.append(f"{path.name}: {damage}")
-    if problems:
-        raise CheckpointError(f"no usable checkpoint in {source}: {'; '.join(problems)}")
+            damaged[path] = str(damage)
+            continue
+        for skipped, problem in damaged.items():
+            logger.warning("skipping the damaged checkpoint %s: %s", skipped, problem)
+        return path, manifest
+    if damaged:
+        problems = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
+        raise CheckpointError(f"no usable checkpoint in {source}: {problems}")
     raise UsageError(f"CKPT: {source} is neither a checkpoint nor a run with checkpoints")
 
 
@@ -98,7 +103,7 @@ def load_model(checkpoint: Path, manifest: Manifest) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = _config(checkpoint, manifest.model_config)
-    saved = open_saved(checkpoint, manifest, None)
+    saved = open_saved(checkpoint, manifest, Ranks(None))
     tensors = {
         key: torch.empty(shape, dtype=dtype)
         for key, (shape, dtype) in saved.index.items()

@@ -2,24 +2,27 @@
 
     {"format_version": 1, "step": 60, "world_size": 2, "torch_version": "...", "identity": {...},
      "numbers": {...}, "state": {...}, "model_config": {...}, "tokenizer": {...},
-     "files": {"shard-00001-model-00001-of-00001.safetensors": {"bytes": 123, "sha256": "..."}}}
+     "files": {"shard-00001-model-00001-of-00001.safetensors": {"bytes": 123, "sha256": "..."}},
+     "sha256": "..."}
 
-It is written last, so a directory that has one was complete when it was written, and reading it is plain
-JSON. A directory becomes a checkpoint by one rename (`commit`); before that it has a temporary name that no
-reader looks at, and a checkpoint that is to go gets such a name again before its files are removed.
+The last entry is the checksum of all others. The manifest is written last, so a directory that has one was
+complete when it was written, and reading it is plain JSON. A directory becomes a checkpoint by one rename
+(`commit`); before that it has a temporary name that no reader looks at, and a checkpoint that is to go gets such
+a name again before its files are removed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from thinwire.train.files import sha256, sync_directory, write_synced
 
 JSON = Any  # None, bool, int, float, str, and lists and string-keyed dictionaries of these
 
@@ -55,10 +58,8 @@ class Manifest:
         return str((self.model_config or {}).get("model_type"))
 
     def write(self, directory: Path) -> None:
-        with (directory / MANIFEST).open("w", encoding="utf-8") as stream:
-            json.dump({"format_version": self.format_version, **asdict(self)}, stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
+        content = {"format_version": self.format_version, **asdict(self)}
+        write_synced(directory / MANIFEST, json.dumps({**content, "sha256": checksum(content)}, indent=1))
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -70,7 +71,11 @@ class Manifest:
             raise Damaged(f"{MANIFEST} is missing") from None
         except (OSError, ValueError) as error:
             raise Damaged(f"{MANIFEST} cannot be read ({error})") from None
-        version = content.get("format_version") if isinstance(content, dict) else None
+        if not isinstance(content, dict) or "sha256" not in content:
+            raise Damaged(f"{MANIFEST} is not one of a checkpoint (it has no checksum)")
+        if content.pop("sha256") != checksum(content):
+            raise Damaged(f"{MANIFEST} has another checksum than when it was written")
+        version = content.get("format_version")
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise CheckpointError(
                 f"{path} has format_version {version}, this thinwire reads up to {FORMAT_VERSION}: use a newer one"
@@ -84,6 +89,9 @@ class Manifest:
             raise Damaged(f"{MANIFEST} is not one of a checkpoint ({error})") from None
         if version != FORMAT_VERSION or not sizes or any(Path(name).name != name for name, _, _ in sizes):
             raise Damaged(f"{MANIFEST} is not one of a checkpoint (format_version {version}, {len(sizes)} files)")
+        named = _COMMITTED.fullmatch(directory.name)  # a copy to export from may have any name
+        if named and int(named[1]) != manifest.step:
+            raise Damaged(f"{MANIFEST} is of step {manifest.step}, not of this directory's")
         return manifest
 
     def verify(self, directory: Path, *, part: int = 0, parts: int = 1) -> None:
@@ -104,9 +112,10 @@ class Manifest:
                 raise Damaged(f"{name} cannot be read ({error})") from None
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def checksum(content: Mapping[str, JSON]) -> str:
+    """sha256 of a manifest without its own checksum, however it is laid out: keys sorted, no white space."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def differences(saved: JSON, present: JSON, key: str = "") -> list[str]:
@@ -177,11 +186,3 @@ def sweep(directory: Path) -> None:
     """Remove what an earlier kill left half written or half removed."""
     for path in directory.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

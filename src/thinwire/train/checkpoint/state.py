@@ -21,15 +21,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from thinwire.data_parallel.names import plain_name
 from thinwire.train.checkpoint import generators, optimizer_state
 from thinwire.train.checkpoint.manifest import JSON, CheckpointError
+from thinwire.train.checkpoint.ranks import Ranks
 from thinwire.train.checkpoint.saved import Saved, json_value
 
 logger = logging.getLogger(__name__)
@@ -69,36 +68,6 @@ class TrainState:
     @property
     def optimizers(self) -> list[Optimizer]:
         return [self.optimizer] if isinstance(self.optimizer, Optimizer) else list(self.optimizer)
-
-
-class Ranks:
-    """The ranks that write one checkpoint together; alone where torch.distributed is not initialised."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group) if group else 0
-        self.size = dist.get_world_size(group) if group else 1
-        self._mesh = DeviceMesh.from_group(group, "cpu") if group else None
-
-    def all_gather(self, value: Any) -> list[Any]:
-        gathered = [value] * self.size
-        if self.group:
-            dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
-        holder = [value]
-        if self.group:
-            dist.broadcast_object_list(holder, group=self.group, group_src=0)
-        return holder[0]
-
-    def stacked(self, local: Tensor) -> Tensor:
-        """(R, *shape): one row per rank, of which this rank holds its own."""
-        row = local.detach().cpu()[None]
-        if self._mesh is None:
-            return row
-        return DTensor.from_local(row, self._mesh, [Shard(0)], run_check=False)
 
 
 def collect(state: TrainState, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, JSON]]:

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -23,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from torch.distributed.tensor import DTensor
 
 from thinwire.train.checkpoint.manifest import CheckpointError, Manifest, sweep
+from thinwire.train.checkpoint.ranks import Ranks, one_line
 from thinwire.train.checkpoint.saved import Saved
-from thinwire.train.checkpoint.state import Ranks
 
 _FILE_BYTES = 512 << 20
 
@@ -51,8 +50,8 @@ def write(tensors: Mapping[str, Tensor], directory: Path, ranks: Ranks) -> Futur
     return upload
 
 
-def open_saved(directory: Path, manifest: Manifest, group: dist.ProcessGroup | None) -> Saved:
-    """A verified checkpoint directory, to be read by the ranks of `group` together (None: by this one)."""
+def open_saved(directory: Path, manifest: Manifest, ranks: Ranks) -> Saved:
+    """A verified checkpoint directory, to be read by these ranks together."""
     metadata = HuggingFaceStorageReader(str(directory)).read_metadata()
     index = {
         key: (entry.size, entry.properties.dtype)
@@ -69,8 +68,8 @@ def open_saved(directory: Path, manifest: Manifest, group: dist.ProcessGroup | N
                 tensors,
                 storage_reader=HuggingFaceStorageReader(str(directory)),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=group,
-                no_dist=group is None,
+                process_group=ranks.group,
+                no_dist=ranks.group is None,
             )
         except CheckpointException as error:
             raise CheckpointError(f"{directory} could not be read: {first_failure(error)}") from error
@@ -120,9 +119,3 @@ def first_failure(error: CheckpointException) -> str:
     """The rank and what it met, in one line."""
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {one_line(cause)}"
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error; its kind too unless it speaks for itself."""
-    line = (str(error).strip().splitlines() or [""])[0]
-    return line if line and isinstance(error, OSError) else f"{type(error).__name__}: {line}"
