@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import RankFailed, run_ranks
 from thinwire.collectives import CollectiveError, Slot, Wire
+from thinwire.collectives.wire import abort_nccl
 from thinwire.reducers import BoundReducer, Dense, Quantized, Reducer, Routed
 
 SLOTS = (Slot("layers.0.weight", (300, 300)), Slot("layers.0.bias", (300,)))
@@ -96,6 +97,29 @@ def test_control_traffic_names_the_dead_rank_too() -> None:
     assert re.match(
         r"CollectiveError\|rank 0: all_reduce of control values failed; no answer from rank 1: ", message
     ), message
+
+
+class StandInGroup:
+    """A process group of a backend that cannot run here."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.aborted = False
+
+    def _get_backend(self, device: torch.device) -> StandInGroup:
+        return self
+
+    def name(self) -> str:
+        return self.backend
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_what_fails_on_nccl_is_aborted_or_peers_would_wait_for_ever() -> None:
+    groups: list[Any] = [StandInGroup("nccl"), StandInGroup("gloo"), StandInGroup("nccl")]
+    abort_nccl(groups, torch.device("cuda"))
+    assert [group.aborted for group in groups] == [True, False, True]
 
 
 def wires_of_two_timeouts() -> tuple[float, float]:

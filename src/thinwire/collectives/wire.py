@@ -7,7 +7,7 @@ cannot meet, and each is used by the one worker thread alone, control traffic by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -39,7 +39,9 @@ class Wire:
         phases: dict[str, dist.ProcessGroup] | None = None,
     ) -> None:
         self.scope = scope
+        """What the ledger calls this group."""
         self.device = device or torch.device("cpu")
+        """Where the tensors are that travel."""
         self.ledger = Ledger()
         self.keeps_memory = False
         """Whether a reducer on this wire keeps error memory, so that all of them watch for non-finite means."""
@@ -53,7 +55,7 @@ class Wire:
             self.ranks = dist.get_process_group_ranks(group)
             self.rank, self.world_size = dist.get_rank(group), len(self.ranks)
             self._timeout = timeout or _group_timeout(group, self.device)
-        self._pipeline = Pipeline(self.device, self._explain)
+        self._pipeline = Pipeline(self.device, self._fail)
         if self.world_size > 1:
             self.phase(CONTROL)
 
@@ -73,12 +75,12 @@ class Wire:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds the worker spent encoding, decoding and copying."""
+        """Seconds the worker spent computing (encode, decode, copy), waits excluded."""
         return self._pipeline.busy_seconds
 
     @property
     def error(self) -> Exception | None:
-        """What broke this wire, if anything did."""
+        """What broke this wire on its worker, if anything did; nothing can be submitted after it."""
         return self._pipeline.error
 
     def submit(
@@ -122,7 +124,7 @@ class Wire:
             try:
                 dist.all_reduce(tensor, op=op, group=self._phases[CONTROL])
             except RuntimeError as error:
-                raise self._explain("all_reduce", "control values", error) from error
+                raise self._fail("all_reduce", "control values", error) from error
             sent = all_reduce_bytes(tensor.nbytes, self.world_size)
             self._record("all_reduce", CONTROL, tensor.nbytes, sent)
         return tensor
@@ -135,7 +137,7 @@ class Wire:
         try:
             dist.all_gather_single(out.view(-1), tensor.view(-1), group=self._phases[CONTROL])
         except RuntimeError as error:
-            raise self._explain("all_gather", "control values", error) from error
+            raise self._fail("all_gather", "control values", error) from error
         self._record("all_gather", CONTROL, tensor.nbytes, (self.world_size - 1) * tensor.nbytes)
         return out
 
@@ -150,12 +152,22 @@ class Wire:
     def _record(self, op: str, phase: str, payload: int, sent: int) -> None:
         self.ledger.record(op, phase=phase, scope=self.scope, payload_bytes=payload, sent_bytes=sent)
 
-    def _explain(self, op: str, label: str, error: Exception) -> CollectiveError:
+    def _fail(self, op: str, label: str, error: Exception) -> CollectiveError:
+        """The error that callers see. No phase of this wire is of use any more."""
+        abort_nccl(self._phases.values(), self.device)
         name = self._phases[CONTROL].group_name if self.world_size > 1 else ""
         what = f"{op} of {label} failed"
         return CollectiveError(
             describe(what, error, rank=self.ranks[self.rank], ranks=self.ranks, group_name=name)
         )
+
+
+def abort_nccl(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Abort the NCCL communicators among `groups`: their kernels would wait for a missing rank for ever, and those
+    of its peers for this one. (On gloo a collective ends with the connection or the timeout.)"""
+    for group in groups:
+        if group._get_backend(device).name() == "nccl":
+            group.abort()
 
 
 def _group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
