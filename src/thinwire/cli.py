@@ -11,6 +11,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from thinwire import streams
+from thinwire.usage import one_line
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("thinwire.train.command:main", "train a language model, or continue a run"),
     "tokenize": ("thinwire.train.data.tokenize:main", "turn text into memory-mapped token shards"),
@@ -26,7 +29,19 @@ EXTRAS = {"train": "train", "tokenize": "train", "export": "train"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    streams.open_closed_ones()
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `thinwire recipes | head -1`: the reader has what it wanted
+        streams.discard(sys.stdout)
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
+    """The command that these words name."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if arguments else 2
@@ -51,9 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain(f"thinwire {name}", "interrupted", 1)
     except (RuntimeError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and not streams.is_read(sys.stdout):
+            raise
         if "--debug" in rest or not _one_line_is_enough(error):
             traceback.print_exc()
-        return _complain(f"thinwire {name}", " ".join(str(error).split()), 1)
+        return _complain(f"thinwire {name}", one_line(error), 1)
 
 
 def usage() -> str:

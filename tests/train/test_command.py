@@ -29,6 +29,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TrainConfig, Path]]:
     ("flags", "words"),
     [
         (["--stepz", "3"], ["--stepz", "did you mean --steps?"]),
+        (["--step", "3"], ["--step, 3 (did you mean --steps?)"]),
+        (["--logging.tensorbord"], ["(did you mean --logging.tensorboard?)"]),
+        (["--lr", "1"], ["did you mean --optimizer.lr?"]),
+        (["--sequence-length", "4", "--foo"], ["did you mean --data.sequence-length?"]),
+        (["--seed", "9" * 5000], ["--seed", "4300 digits"]),
+        (["--batch-size", "9" * 4000], ["batch_size: must be at most 1048576"]),
+        (["--data.files", b"caf\xe9.txt".decode(errors="surrogateescape")], ["caf\\udce9.txt", "UTF-8"]),
         (["--steps", "many"], ["--steps", "many"]),
         (["--steps"], ["--steps"]),
         (["--optimizer.name", "sgd"], ["--optimizer.name", "sgd", "adamw", "muon"]),
@@ -40,6 +47,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TrainConfig, Path]]:
         (["--resume"], ["resume", "--out"]),
         (["--resume", "--out", "nowhere"], ["resume", "nowhere"]),
         (["--out", "/proc/none"], ["out", "/proc/none"]),
+        (["--out", "/proc"], ["out: cannot ", "/proc"]),
+        (["--out", "/dev/null"], ["out: cannot ", "/dev/null"]),
+        (["--out", "/dev/null/run"], ["out: cannot ", "/dev/null/run"]),
+        (["--out", "x" * 300], ["out: "]),
     ],
 )
 def test_bad_usage_is_one_line_that_names_the_key_and_exit_2(
@@ -96,6 +107,7 @@ def test_a_directory_with_a_run_is_only_used_to_resume_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], launched: list[tuple[TrainConfig, Path]]
 ) -> None:
     (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (tmp_path / "config.toml").write_text("steps = 20\n")
     assert main(["--out", str(tmp_path)]) == 2
     assert "holds a run already; --resume continues it" in capsys.readouterr().err
     assert main(["--out", str(tmp_path), "--resume"]) == 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,13 @@ def test_resuming_takes_up_the_settings_of_the_run_and_flags_override_them(tmp_p
         ("data = 3", "data: expected a table, got 3 in job.toml"),
         ('[optimizer]\nname = "sgd"', "optimizer.name: expected one of adamw, muon, got 'sgd' in job.toml"),
         ("steps = ", "config: job.toml is not valid TOML"),
+        ("seed = " + "9" * 5000, "config: job.toml is not valid TOML: Exceeds the limit (4300 digits)"),
+        ("seed = 0x" + "f" * 5000, "seed: a number of thousands of digits in job.toml is not a number"),
+        ("timeout = 0x" + "f" * 300, "timeout: "),
+        ("steps." + ".".join("a" * 5000) + " = 1", "steps: expected int, got {'a': {'a': {'a': "),
+        ("steps = " + "[" * 5000 + "]" * 5000, "config: job.toml is not valid TOML: "),
+        ('recipe = "' + "x" * 5000 + '"\nsteps = []', "steps: expected int, got []"),
+        ('out = "a\\u0000b"', "out: 'a\\x00b' in job.toml holds a zero byte"),
     ],
 )
 def test_a_bad_file_is_refused_by_key(
@@ -74,6 +82,7 @@ def test_a_bad_file_is_refused_by_key(
     with pytest.raises(ConfigError) as refused:
         parse(["--config", "job.toml"])
     assert str(refused.value).startswith(message)
+    assert len(str(refused.value)) < 400
 
 
 @pytest.mark.parametrize(
@@ -85,17 +94,22 @@ def test_a_bad_file_is_refused_by_key(
         ({"accumulation": 0}, "accumulation: must be at least 1, got 0"),
         ({"accumulation": 5}, "batch_size: 8 sequences cannot be shared by 2 workers with accumulation 5"),
         ({"schedule.warmup_steps": 9, "steps": 8}, "schedule.warmup_steps: 9 is longer than the run of 8 steps"),
-        ({"schedule.final_fraction": 2.0}, "schedule.final_fraction: must be between 0 and 1, got 2.0"),
+        ({"schedule.final_fraction": 2.0}, "schedule.final_fraction: must be at most 1, got 2.0"),
         ({"data.sequence_length": 2049}, "data.sequence_length: 2049 is above the 2048 positions of llama-tiny"),
-        ({"data.sequence_length": 1}, "data.sequence_length must be at least 2, got 1"),
+        ({"data.sequence_length": 1}, "data.sequence_length: must be at least 2, got 1"),
+        ({"data.validation_fraction": 1e-320}, "data.validation_fraction: must be at least 1e-06, got 1e-320"),
         ({"data.files": ("a",), "data.shards": "b"}, "data.files and data.shards are both set"),
-        ({"optimizer.lr": float("nan")}, "optimizer.lr: must be positive and finite, got nan"),
+        ({"optimizer.lr": float("nan")}, "optimizer.lr: must be at least 1e-30, got nan"),
+        ({"seed": 2**64}, "seed: must be at most 4294967295, got 18446744073709551616"),
+        ({"seed": 10**4000}, "seed: must be at most 4294967295, got 10000"),
         ({"optimizer.beta1": 1.0}, "optimizer.beta1: must be at least 0 and below 1, got 1.0"),
-        ({"timeout": 0.0}, "timeout: must be positive and finite, got 0.0"),
+        ({"timeout": 1e-9}, "timeout: must be at least 1, got 1e-09"),
+        ({"timeout": 1e300}, "timeout: must be at most 10000000, got 1e+300"),
         ({"port": 70000}, "port: must be at most 65535, got 70000"),
         ({"resume": True}, "resume: needs --out DIR"),
         ({"checkpoint.keep": 0}, "checkpoint.keep: must be at least 1, got 0"),
         ({"model.name": "no/such-model"}, "model.name: 'no/such-model' is neither a preset (llama-tiny, "),
+        ({"model.name": "."}, "model.name: '.' is neither a preset (llama-tiny, "),
     ],
 )
 def test_what_cannot_run_is_refused_by_key(changes: dict[str, Any], message: str) -> None:
@@ -103,6 +117,45 @@ def test_what_cannot_run_is_refused_by_key(changes: dict[str, Any], message: str
         check(_changed(changes), world_size=2)
     assert str(refused.value).startswith(message)
     assert "\n" not in str(refused.value)
+
+
+def _numbers(config: Any, prefix: str = "") -> dict[str, float]:
+    """Every setting that is a number, by its key."""
+    found: dict[str, float] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            found |= _numbers(value, f"{field.name}.")
+        elif type(value) in (int, float):
+            found[f"{prefix}{field.name}"] = value
+    return found
+
+
+def test_no_number_is_too_absurd_for_one_line() -> None:
+    unset = {"threads": 1, "schedule.warmup_steps": 1}
+    taken = []
+    for key, value in (_numbers(TrainConfig()) | unset).items():
+        floats = [math.nan, math.inf, -math.inf, 1e300, -1e300, 1e-320]
+        for absurd in [10**30, -(10**30), 10**5000] if isinstance(value, int) else floats:
+            answer = _refusal(_changed({key: absurd}))
+            if answer is None:
+                taken.append(key)
+            else:
+                assert answer.startswith(f"{key}: must be ")
+                assert len(answer) < 120
+    # Of these 1e-320 is as good as nothing.
+    assert sorted(taken) == [
+        *("optimizer.beta1", "optimizer.beta2", "optimizer.clip", "optimizer.momentum", "optimizer.weight_decay"),
+        "schedule.final_fraction",
+    ]
+
+
+def _refusal(config: TrainConfig) -> str | None:
+    try:
+        check(config, world_size=2)
+    except (ConfigError, DataError) as refused:
+        return str(refused)
+    return None
 
 
 def _changed(changes: dict[str, Any]) -> TrainConfig:

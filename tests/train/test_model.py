@@ -100,6 +100,26 @@ def test_an_unknown_name_is_answered_with_the_presets() -> None:
         build_model(ModelConfig("no/such"), Vocabulary(257), seed=0)
 
 
+def test_a_name_that_is_almost_a_presets_is_answered_with_that_preset() -> None:
+    with pytest.raises(ConfigError, match=r"'llama-smal' is neither .*; did you mean llama-small\?$"):
+        longest_sequence(ModelConfig("llama-smal"))
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[str] = []
+
+    def model_info(self: object, name: str, timeout: float) -> None:
+        asked.append(name)
+        raise RuntimeError("no route\nto the hub")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    with pytest.raises(ConfigError, match=r"'llama-big' is neither .*: asked the Hugging Face hub: no route$"):
+        longest_sequence(ModelConfig("llama-big"))
+    assert asked == ["llama-big"]
+
+
 def test_models_that_differ_have_different_identities() -> None:
     tiny = build_model(ModelConfig(), Vocabulary(257), seed=0)
     other = build_model(ModelConfig(), Vocabulary(258), seed=1)

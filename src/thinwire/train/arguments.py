@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from thinwire.train.config import ConfigError, TrainConfig
-from thinwire.train.output import CONFIG
+from thinwire.train.output import CONFIG, started
+from thinwire.usage import first_line, shown
 
 T = TypeVar("T")
 
@@ -48,6 +49,9 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str]) -> Arguments:
     """The configuration that the command line asks for; not yet checked."""
+    for word in argv:
+        if not _is_utf8(word):
+            raise ConfigError(f"{shown(word)} is not UTF-8, which config.toml and logs are written in")
     first = _Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
     first.add_argument("--print-config", action="store_true")
@@ -58,14 +62,35 @@ def parse(argv: Sequence[str]) -> Arguments:
     return Arguments(_override(config, rest), own.print_config, own.debug)
 
 
+def _is_utf8(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:  # Python passes other bytes on as lone surrogates
+        return False
+    return True
+
+
 def _config_of_resumed(flags: Sequence[str]) -> Path | None:
-    """`--resume --out DIR` takes up the settings that the run in DIR was started with."""
+    """`--resume --out DIR` takes up the settings that the run in DIR was started with; never just the defaults.
+
+    The file is written before anything else of a run, so one that has begun has lost it if it is not there.
+    """
     look = _Parser(add_help=False, allow_abbrev=False)
     look.add_argument("--resume", action="store_true")
     look.add_argument("--out", type=Path)
     found, _ = look.parse_known_args(list(flags))
-    path = found.out / CONFIG if found.resume and found.out else None
-    return path if path is not None and path.is_file() else None
+    if not found.resume or found.out is None:
+        return None
+    path: Path = found.out / CONFIG
+    there = path.is_file()
+    if there and path.stat().st_size:
+        return path
+    if started(found.out):
+        raise ConfigError(
+            f"resume: {path} is {'empty' if there else 'missing'}, so the settings of this run are not known; "
+            "give them with --config FILE"
+        )
+    return None
 
 
 def read_toml(path: Path) -> TrainConfig:
@@ -74,8 +99,8 @@ def read_toml(path: Path) -> TrainConfig:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: cannot read {path}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config: {path} is not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # of a number too long or tables too deep, as Python puts it
+        raise ConfigError(f"config: {path} is not valid TOML: {first_line(error)}") from error
     return from_table(TrainConfig, table, where=str(path))
 
 
@@ -119,9 +144,14 @@ def _convert(value: Any, kind: Any, *, key: str, where: str) -> Any:
     if origin is Literal:
         if value in arguments:
             return value
-        raise ConfigError(f"{key}: expected one of {', '.join(map(str, arguments))}, got {value!r} in {where}")
+        known = ", ".join(map(str, arguments))
+        raise ConfigError(f"{key}: expected one of {known}, got {shown(value)} in {where}")
     if origin is tuple and isinstance(value, list):
         return tuple(_convert(item, arguments[0], key=key, where=where) for item in value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{key}: {shown(value)} in {where} is not a number that TOML can hold")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{key}: {shown(value)} in {where} holds a zero byte")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind is Path and isinstance(value, str):
@@ -131,7 +161,7 @@ def _convert(value: Any, kind: Any, *, key: str, where: str) -> Any:
     name = (
         "a table" if is_dataclass(kind) else "a list" if origin is tuple else getattr(kind, "__name__", str(kind))
     )
-    raise ConfigError(f"{key}: expected {name}, got {value!r} in {where}")
+    raise ConfigError(f"{key}: expected {name}, got {shown(value)} in {where}")
 
 
 def _override(config: TrainConfig, flags: Sequence[str]) -> TrainConfig:
@@ -151,7 +181,7 @@ def _override(config: TrainConfig, flags: Sequence[str]) -> TrainConfig:
 
 
 def _one_line(box: str) -> str:
-    """The first section of tyro's box (drawn in Unicode or in ASCII) and the flag that it suggests, if any."""
+    """The first section of tyro's box (drawn in Unicode or in ASCII) and, for an unknown flag, the likeliest."""
     sections: list[list[str]] = [[]]
     for row in box.splitlines():
         text = row.strip("│| ")
@@ -161,6 +191,10 @@ def _one_line(box: str) -> str:
             sections[-1].append(text)
     if not box.startswith("╭"):
         del sections[0]  # in ASCII the title is a section of its own
-    complaint, *others = [" ".join(section) for section in sections if section] or ["arguments not understood"]
-    suggestion = next((text.split()[3] for text in others if text.startswith("Perhaps you meant:")), None)
-    return f"{complaint} (did you mean {suggestion}?)" if suggestion else complaint
+    complaint, *others = [section for section in sections if section] or [["arguments not understood"]]
+    offered = [row.split()[0].rstrip(",") for section in others for row in section if row.startswith("--")]
+    words = " ".join(complaint)
+    unknown = next((word.rstrip(",") for word in words.split() if word.startswith("--")), None)
+    if not words.startswith("Unrecognized") or not offered or unknown is None:
+        return words
+    return f"{words} (did you mean {difflib.get_close_matches(unknown, offered, n=1, cutoff=0)[0]}?)"

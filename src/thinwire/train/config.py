@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from thinwire.train.data.samples import DataConfig
+from thinwire.usage import out_of_range, shown
+
+MOST_STEPS = 10**12
 
 
 class ConfigError(ValueError):
@@ -78,7 +81,7 @@ class LoggingConfig:
     tensorboard: bool = True
     """Write TensorBoard events."""
     progress: bool = True
-    """Show a progress bar (on a terminal) or a line per logged step (elsewhere)."""
+    """Show a progress bar (on a terminal) or a line per logged step (elsewhere); off: only start and end."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,8 @@ def check(config: TrainConfig, *, world_size: int) -> None:
     Of a model id or directory it reads the configuration, for the positions that the model has.
     """
     _check_ranges(config)
-    _check_names(config)
     config.data.check()
+    _check_names(config)
     c = config
     if c.batch_size < world_size * c.accumulation:
         raise ConfigError(
@@ -150,48 +153,38 @@ def check(config: TrainConfig, *, world_size: int) -> None:
 
 
 def _check_ranges(config: TrainConfig) -> None:
-    """Every number within its own limits."""
+    """Every number within its own limits. The upper ones are far from any real job, and arithmetic still holds."""
     c = config
-    at_least: list[tuple[str, float | None, float]] = [
-        ("workers", c.workers, 1),
-        ("steps", c.steps, 1),
-        ("seed", c.seed, 0),
-        ("batch_size", c.batch_size, 1),
-        ("accumulation", c.accumulation, 1),
-        ("threads", c.threads, 1),
-        ("port", c.port, 0),
-        ("max_bad_steps", c.max_bad_steps, 1),
-        ("verify_every", c.verify_every, 0),
-        ("validation_every", c.validation_every, 0),
-        ("optimizer.weight_decay", c.optimizer.weight_decay, 0),
-        ("optimizer.clip", c.optimizer.clip, 0),
-        ("schedule.warmup_steps", c.schedule.warmup_steps, 0),
-        ("checkpoint.every", c.checkpoint.every, 0),
-        ("checkpoint.keep", c.checkpoint.keep, 1),
-        ("logging.every", c.logging.every, 1),
+    limits: list[tuple[str, float | None, float, float]] = [
+        ("workers", c.workers, 1, 1024),
+        ("steps", c.steps, 1, MOST_STEPS),
+        ("seed", c.seed, 0, 2**32 - 1),
+        ("batch_size", c.batch_size, 1, 2**20),
+        ("accumulation", c.accumulation, 1, 2**20),
+        ("threads", c.threads, 1, 1024),
+        ("port", c.port, 0, 65535),
+        ("timeout", c.timeout, 1, 10**7),
+        ("max_bad_steps", c.max_bad_steps, 1, MOST_STEPS),
+        ("verify_every", c.verify_every, 0, MOST_STEPS),
+        ("validation_every", c.validation_every, 0, MOST_STEPS),
+        ("optimizer.lr", c.optimizer.lr, 1e-30, 1e6),
+        ("optimizer.eps", c.optimizer.eps, 1e-30, 1e6),
+        ("optimizer.weight_decay", c.optimizer.weight_decay, 0, 1e6),
+        ("optimizer.clip", c.optimizer.clip, 0, 1e30),
+        ("schedule.warmup_steps", c.schedule.warmup_steps, 0, MOST_STEPS),
+        ("schedule.final_fraction", c.schedule.final_fraction, 0, 1),
+        ("checkpoint.every", c.checkpoint.every, 0, MOST_STEPS),
+        ("checkpoint.keep", c.checkpoint.keep, 1, MOST_STEPS),
+        ("logging.every", c.logging.every, 1, MOST_STEPS),
     ]
-    for key, value, least in at_least:
-        if value is not None and not value >= least:
-            raise ConfigError(f"{key}: must be at least {least}, got {value}")
-    for key, value in [
-        ("timeout", c.timeout),
-        ("optimizer.lr", c.optimizer.lr),
-        ("optimizer.eps", c.optimizer.eps),
-    ]:
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"{key}: must be positive and finite, got {value}")
-    fractions = [
-        ("optimizer.beta1", c.optimizer.beta1),
-        ("optimizer.beta2", c.optimizer.beta2),
-        ("optimizer.momentum", c.optimizer.momentum),
-    ]
-    for key, value in fractions:
+    for key, value, least, most in limits:
+        wrong = None if value is None else out_of_range(key, value, least, most)
+        if wrong:
+            raise ConfigError(wrong)
+    for key in ("beta1", "beta2", "momentum"):
+        value = getattr(c.optimizer, key)
         if not 0 <= value < 1:
-            raise ConfigError(f"{key}: must be at least 0 and below 1, got {value}")
-    if not 0 <= c.schedule.final_fraction <= 1:
-        raise ConfigError(f"schedule.final_fraction: must be between 0 and 1, got {c.schedule.final_fraction}")
-    if c.port > 65535:
-        raise ConfigError(f"port: must be at most 65535, got {c.port}")
+            raise ConfigError(f"optimizer.{key}: must be at least 0 and below 1, got {shown(value)}")
 
 
 def _check_names(config: TrainConfig) -> None:

@@ -7,8 +7,10 @@ model is executed unless `model.trust_remote_code` asks for it.
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +19,7 @@ import torch
 from torch import nn
 
 from thinwire.train.config import ConfigError, ModelConfig
-from thinwire.train.data.text import first_line
+from thinwire.usage import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -101,78 +103,72 @@ def _describe(config: ModelConfig, vocabulary: Vocabulary) -> Any:
     """The Hugging Face configuration of a preset, or of an id or directory whose weights are not wanted."""
     import transformers
 
-    special = {
-        "bos_token_id": vocabulary.eos_id,
-        "eos_token_id": vocabulary.eos_id,
-        "pad_token_id": vocabulary.pad_id,
-    }
-    if config.name not in PRESETS:
-        found = _read_config(config)
-        for key, value in {"vocab_size": vocabulary.size, **special}.items():
-            setattr(found, key, value)
-        return found
-    p = PRESETS[config.name]
-    if p.family == "gpt2":
-        return transformers.GPT2Config(
-            vocab_size=vocabulary.size,
-            n_positions=p.longest,
-            n_embd=p.width,
-            n_layer=p.layers,
-            n_head=p.heads,
-            n_inner=p.hidden,
+    if config.name in PRESETS:
+        p = PRESETS[config.name]
+        llama = {"intermediate_size": p.hidden, "rms_norm_eps": 1e-5}
+        described = transformers.AutoConfig.for_model(
+            p.family,
+            hidden_size=p.width,
+            num_hidden_layers=p.layers,
+            num_attention_heads=p.heads,
+            max_position_embeddings=p.longest,
             tie_word_embeddings=p.tied,
-            **special,
+            **({"n_inner": p.hidden} if p.family == "gpt2" else llama),
         )
-    return transformers.LlamaConfig(
-        vocab_size=vocabulary.size,
-        hidden_size=p.width,
-        intermediate_size=p.hidden,
-        num_hidden_layers=p.layers,
-        num_attention_heads=p.heads,
-        num_key_value_heads=p.heads,
-        max_position_embeddings=p.longest,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=p.tied,
-        **special,
-    )
+    else:
+        described = _read_config(config)
+    described.vocab_size = vocabulary.size
+    described.bos_token_id = described.eos_token_id = vocabulary.eos_id
+    described.pad_token_id = vocabulary.pad_id
+    return described
 
 
 def _read_config(config: ModelConfig) -> Any:
     import transformers
 
-    try:
-        return transformers.AutoConfig.from_pretrained(
-            _location(config.name), trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(_not_loadable(config.name, error)) from error
+    with _loading(config.name) as location:
+        return transformers.AutoConfig.from_pretrained(location, trust_remote_code=config.trust_remote_code)
 
 
 def _load(config: ModelConfig) -> Any:
     import transformers
 
-    try:
+    with _loading(config.name) as location:
         return transformers.AutoModelForCausalLM.from_pretrained(
-            _location(config.name),
+            location,
             dtype=torch.float32,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,  # a pickled state dict is never read
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(_not_loadable(config.name, error)) from error
 
 
-def _location(name: str) -> str:
+@contextmanager
+def _loading(name: str) -> Iterator[str]:
+    """Where a model id or directory is; what goes wrong with it is one line that also names the presets."""
     directory = Path(name).expanduser()
-    return str(directory) if directory.is_dir() else name
+    try:
+        if not directory.is_dir():
+            _look_up(name)
+        yield str(directory) if directory.is_dir() else name
+    except (OSError, ValueError, KeyError) as error:
+        close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.8)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(
+            f"model.name: {name!r} is neither a preset ({', '.join(PRESETS)}) nor a loadable model id or "
+            f"directory: {first_line(error)}{hint}"
+        ) from error
 
 
-def _not_loadable(name: str, error: Exception) -> str:
-    presets = ", ".join(PRESETS)
-    return (
-        f"model.name: {name!r} is neither a preset ({presets}) nor a loadable model id or directory: "
-        f"{first_line(error)}"
-    )
+def _look_up(name: str) -> None:
+    """Ask for a model that was never downloaded once: `from_pretrained` asks for half a minute, file by file."""
+    import huggingface_hub
+
+    if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        huggingface_hub.HfApi().model_info(name, timeout=10)
+    except Exception as error:  # of its HTTP library too, which is not one of ours
+        raise OSError(f"asked the Hugging Face hub: {first_line(error)}") from error
 
 
 def _check_vocabulary(name: str, rows: int, vocabulary: Vocabulary) -> None:

@@ -93,7 +93,10 @@ def test_jsonl_gives_one_document_per_row(tmp_path: Path) -> None:
 def test_compressed_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "row"}\n\n'))
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"whole"))
-    assert texts(tmp_path) == ["row", "whole"]
+    (tmp_path / "c.TXT.GZ").write_bytes(gzip.compress(b"loud"))
+    (tmp_path / "d.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "loud row"}'))
+    assert texts(tmp_path) == ["row", "whole", "loud", "loud row"]
+    assert from_files([str(tmp_path / "c.TXT.GZ")]).size is None
 
 
 def test_parquet_gives_one_document_per_row(tmp_path: Path) -> None:
@@ -153,6 +156,8 @@ def bad_files() -> Iterator[tuple[str, bytes, str]]:
     )
     yield "f.jsonl", b"[1]\n", r"f\.jsonl line 1: expected a JSON object, got list"
     yield "g.jsonl", b'{"text": 3}\n', r"data\.text_key: .*g\.jsonl line 1: 'text' is int, not text"
+    yield "k.jsonl", b"[" * 100_000, r"k\.jsonl line 1: not JSON that can be read \(maximum recursion depth"
+    yield "l.jsonl", b'{"text": "x"}\n{"n": ' + b"9" * 5000 + b"}", r"l\.jsonl line 2: not JSON that can .*4300"
     yield "h.jsonl", b'{"text": "\xff"}\n', r"h\.jsonl line 1: not UTF-8"
     yield "i.parquet", b"PAR1 but not really", r"can't read .*i\.parquet"
     yield "j.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 999)[:40], r"can't read .*j\.jsonl\.gz"

@@ -107,9 +107,14 @@ def test_bad_input_is_one_line_in_terms_of_the_options(
         ([str(tmp_path / "empty.txt"), *out], "empty.txt: empty"),
         ([str(corpus), *out, "--tokenizer", "no-one/nothing"], "--tokenizer: can't load"),
         ([str(corpus), *out, "--dataset", "x"], "FILES and --dataset are both set"),
-        ([str(corpus), *out, "--validation-fraction", "2"], "--validation-fraction must be between 0 and 1"),
+        (
+            [str(corpus), *out, "--validation-fraction", "2"],
+            "--validation-fraction: must be at most 0.9999",
+        ),
+        ([str(corpus), *out, "--validation-fraction", "1e-320"], "--validation-fraction: must be at least 1e-06"),
+        ([str(corpus), *out, "--sequence-length", "9" * 4000], "--sequence-length: must be at most 16777216"),
         ([str(corpus), *out, "--validation-fraction", "half"], "--validation-fraction: invalid float value"),
-        ([str(corpus), *out, "--shard-tokens", "0"], "--shard-tokens must be at least 1"),
+        ([str(corpus), *out, "--shard-tokens", "0"], "--shard-tokens: must be at least 1, got 0"),
         ([str(corpus), *out, "--speed"], "unrecognized arguments: --speed"),
         (["--check", str(corpus)], "--check: "),
     ):

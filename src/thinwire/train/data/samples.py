@@ -23,6 +23,7 @@ from thinwire.train.data.shards import open_shards
 from thinwire.train.data.store import MemorySink, TokenSink, TokenStore
 from thinwire.train.data.text import Corpus, DataError, from_dataset, from_files, split, standard_library
 from thinwire.train.data.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
+from thinwire.usage import out_of_range
 
 __all__ = ["IGNORED", "Batch", "DataConfig", "DataError", "TokenData", "build_data"]
 
@@ -69,12 +70,13 @@ class DataConfig:
             raise DataError(f"{' and '.join(given)} are both set; give one source of text")
         if self.dataset_config and not self.dataset:
             raise DataError("data.dataset_config is set, but data.dataset is not")
-        if self.sequence_length < 2:
-            raise DataError(f"data.sequence_length must be at least 2, got {self.sequence_length}")
-        if not 0 < self.validation_fraction < 1:
-            raise DataError(f"data.validation_fraction must be between 0 and 1, got {self.validation_fraction}")
-        if self.validation_sequences < 1:
-            raise DataError(f"data.validation_sequences must be at least 1, got {self.validation_sequences}")
+        for key, value, least, most in (
+            ("sequence_length", self.sequence_length, 2, 2**24),
+            ("validation_fraction", self.validation_fraction, 1e-6, 1 - 1e-6),
+            ("validation_sequences", self.validation_sequences, 1, 2**40),
+        ):
+            if wrong := out_of_range(f"data.{key}", value, least, most):
+                raise DataError(wrong)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.train.data.store import TokenStore
-from thinwire.train.data.text import DataError, first_line
+from thinwire.train.data.text import DataError
 from thinwire.train.data.tokenizers import TokenizerInfo, token_dtype
+from thinwire.train.files import write_synced
+from thinwire.usage import first_line
 
 FORMAT, VERSION = "thinwire-tokens", 1
 SPLITS = ("train", "validation")
@@ -126,10 +128,7 @@ class ShardWriter:
             "corpus_hash": corpus_hash,
             "splits": splits,
         }
-        with open(self._partial / "index.json", "w", encoding="utf-8") as file:
-            json.dump(index, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(self._partial / "index.json", json.dumps(index, indent=1))
         if self._final.exists() and any(self._final.iterdir()):
             old = _beside(self._final)
             os.replace(self._final, old)
@@ -203,7 +202,7 @@ def open_shards(directory: Path, *, check_data: bool = False) -> Shards:
         index = json.loads(index_file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"data.shards: {directory} has no index.json; `thinwire tokenize` writes one") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"data.shards: can't read {index_file}: {first_line(error)}") from error
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise DataError(f"data.shards: {index_file} is not an index of token shards")

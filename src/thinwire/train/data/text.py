@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from thinwire.usage import first_line
+
 logger = logging.getLogger(__name__)
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -75,7 +77,7 @@ def standard_library() -> Corpus:
 def from_files(patterns: Sequence[str], *, text_key: str = "text") -> Corpus:
     """Text, JSONL and parquet files; directories are walked, globs expanded, both in order of name."""
     paths = expand(patterns)
-    plain = all(path.suffix not in (".gz", ".parquet") for path in paths)
+    plain = all(path.suffix.lower() not in (".gz", ".parquet") for path in paths)
     return Corpus(
         name=", ".join(patterns),
         documents=itertools.chain.from_iterable(read_file(path, text_key=text_key) for path in paths),
@@ -173,30 +175,41 @@ _HINT = "; leave it out with a glob such as 'DIR/**/*.txt'"
 def _read_bytes(path: Path) -> bytes:
     try:
         data = path.read_bytes()
-        return gzip.decompress(data) if path.suffix == ".gz" else data
+        return gzip.decompress(data) if _is_compressed(path) else data
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"can't read {path}: {first_line(error)}") from error
+
+
+def _is_compressed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
 
 
 def _jsonl_rows(path: Path, text_key: str) -> Iterator[tuple[str, Any]]:
     """(where, value) of each line, read line by line."""
-    number = 0
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+        with gzip.open(path, "rb") if _is_compressed(path) else open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-                if not isinstance(row, dict):
-                    raise DataError(f"{path} line {number}: expected a JSON object, got {type(row).__name__}")
-                _check_column(text_key, row, f"{path} line {number}")
-                yield f"{path} line {number}", row[text_key]
+                if line.strip():
+                    where = f"{path} line {number}"
+                    row = _json_object(line, "utf-8-sig" if number == 1 else "utf-8", where)
+                    _check_column(text_key, row, where)
+                    yield where, row[text_key]
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"can't read {path}: {first_line(error)}") from error
+
+
+def _json_object(line: bytes, encoding: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode(encoding))
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} line {number}: not UTF-8 ({error.reason})") from error
+        raise DataError(f"{where}: not UTF-8 ({error.reason})") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{path} line {number}: not JSON ({error.msg} at column {error.colno})") from error
+        raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number too long or lists too deep for Python
+        raise DataError(f"{where}: not JSON that can be read ({first_line(error)})") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    return row
 
 
 def _parquet_rows(path: Path, text_key: str) -> Iterator[tuple[str, Any]]:
@@ -284,12 +297,6 @@ def _cut(text: str, fraction: float) -> int:
     tail = max(1, round(len(text) * fraction))
     line = text.find("\n", max(0, len(text) - tail - tail // 2), len(text) - tail // 2)
     return len(text) - tail if line < 0 else line + 1
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _listed(names: Iterable[str]) -> str:

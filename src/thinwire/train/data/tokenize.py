@@ -27,6 +27,7 @@ from thinwire.train.data.samples import DataConfig, check_length, encode_corpus,
 from thinwire.train.data.shards import SHARD_TOKENS, SPLITS, ShardWriter, open_shards
 from thinwire.train.data.text import Corpus, DataError
 from thinwire.train.data.tokenizers import load_tokenizer
+from thinwire.usage import out_of_range
 
 logger = logging.getLogger(__name__)
 
@@ -56,20 +57,11 @@ def main(argv: list[str]) -> int:
 
 def tokenize(arguments: argparse.Namespace) -> dict[str, Any]:
     """Read the text, write the shards and say what they hold."""
-    config = DataConfig(
-        files=tuple(arguments.files),
-        dataset=arguments.dataset,
-        dataset_config=arguments.dataset_config,
-        dataset_split=arguments.dataset_split,
-        text_key=arguments.text_key,
-        tokenizer=arguments.tokenizer,
-        trust_remote_code=arguments.trust_remote_code,
-        sequence_length=arguments.sequence_length,
-        validation_fraction=arguments.validation_fraction,
-    )
+    given = {field.name: getattr(arguments, field.name, field.default) for field in fields(DataConfig)}
+    config = DataConfig(**given | {"files": tuple(arguments.files)})
     config.check()
-    if arguments.shard_tokens < 1:
-        raise DataError(f"--shard-tokens must be at least 1, got {arguments.shard_tokens}")
+    if wrong := out_of_range("--shard-tokens", arguments.shard_tokens, 1, 2**40):
+        raise DataError(wrong)
     tokenizer = load_tokenizer(config.tokenizer, trust_remote_code=config.trust_remote_code)
     corpus = open_corpus(config)
     out = Path(arguments.out).expanduser()

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.train.data.text import DataError, first_line
+from thinwire.train.data.text import DataError
+from thinwire.usage import first_line
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,62 @@
+"""Commands whose standard output is closed or goes away."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from thinwire import cli, streams
+
+
+def _to_a_pipe_that_nobody_reads() -> None:
+    reading, writing = os.pipe()
+    os.dup2(writing, 1)
+    os.close(writing)
+    os.close(reading)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+
+
+def _exit_code(command: str) -> int | str | None:
+    _to_a_pipe_that_nobody_reads()
+    try:
+        code: int | str | None = cli.main([command])
+    except SystemExit as end:
+        code = end.code
+    sys.stdout.flush()  # as at the end of the process
+    return code
+
+
+@pytest.mark.parametrize("command", ["recipes", "--help"])
+def test_a_command_whose_reader_leaves_ends_without_a_word(
+    command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks(_exit_code, 1, command) == [1]
+    assert "Broken" not in capfd.readouterr().err
+
+
+def _write_on() -> bool:
+    _to_a_pipe_that_nobody_reads()
+    stdout = streams.Lasting(sys.stdout)
+    for _ in range(3):
+        stdout.write("word " * 10_000)
+        stdout.flush()
+    return os.path.samestat(os.fstat(1), os.stat(os.devnull))
+
+
+def test_a_process_that_must_last_goes_on_when_its_reader_leaves() -> None:
+    assert run_ranks(_write_on, 1) == [True]
+
+
+def _without_stdout() -> tuple[int, bool, bool]:
+    os.close(1)
+    sys.stdout = None  # type: ignore[assignment]  # as Python starts with `>&-`
+    code = cli.main(["--version"])
+    with open(os.devnull) as file:
+        return code, os.get_inheritable(1), file.fileno() > 2
+
+
+def test_a_closed_stdout_is_the_null_device_and_no_other_file_takes_its_number() -> None:
+    assert run_ranks(_without_stdout, 1) == [(0, True, True)]
