@@ -14,7 +14,7 @@ from tests.collectives import oracle
 from tests.support.ranks import run_ranks
 from thinwire.collectives import CHUNK, Chunk, Layout, Slot, Wire
 from thinwire.collectives.two_phase import Buffers, TwoPhase
-from thinwire.formats import Cast, Float8, Format, get, names
+from thinwire.formats import Cast, BlockScaled, Format, get, names
 
 SLOTS = (
     Slot("uneven", (33, 47)),
@@ -78,8 +78,8 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 FORMATS: tuple[Format, ...] = (
     *map(get, names()),
-    Float8("e4m3", block=48),
-    Float8("e5m2", block=16, per_span=True),
+    BlockScaled("e4m3", block=48),
+    BlockScaled("e5m2", block=16, per_span=True),
 )
 
 

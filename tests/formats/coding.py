@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.formats import Float8, Format, Spans, get
+from thinwire.formats import BlockScaled, Format, Spans, get
 
 FP8 = ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3_pow2", "fp8_e5m2_pow2", "fp8_e4m3_span", "fp8_e5m2_span")
+NARROW = ("mxfp8", "mxfp8_e5m2", "mxfp4", "nvfp4", "int8", "int4", "int8_span", "int4_span")
 CASTS = ("fp32", "bf16", "fp16")
 POWER_OF_TWO = ("fp8_e4m3_pow2", "fp8_e5m2_pow2")
 
 
-def float8(name: str) -> Float8:
+def float8(name: str) -> BlockScaled:
     """The FP8 format called `name`."""
     format = get(name)
-    assert isinstance(format, Float8)
+    assert isinstance(format, BlockScaled)
     return format
 
 
@@ -40,7 +41,7 @@ def round_trip(format: Format, x: Tensor, spans: Spans | None = None) -> Tensor:
     return decoded(format, encoded(format, x, spans), spans)
 
 
-def split(format: Float8, buffer: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+def split(format: BlockScaled, buffer: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
     """The float32 scales and the uint8 codes of an encoded chunk: scales come first, one per block or span."""
     count = len(spans) if format.per_span else sum(spans) // format.block
     size = 4 if format.scale == "exact" else 1

@@ -38,7 +38,7 @@ def special(amax: Floats, scale: Floats) -> Floats:
     return np.where(np.isfinite(amax), np.where(amax < TINY, np.float32(1.0), scale), np.float32(np.nan))
 
 
-SCALES = {"exact": exact_scale, "power_of_two": power_of_two_scale}
+SCALES = {"exact": exact_scale, "rceil": power_of_two_scale}
 
 
 def encode(x: Floats, element: str, scale: str, group: int) -> tuple[Floats, Codes]:

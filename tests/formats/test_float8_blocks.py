@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.formats.coding import CASTS, FP8, decoded, encoded, float8, normal, round_trip, same_bits, split
-from thinwire.formats import Float8, get
+from thinwire.formats import BlockScaled, get
 
 
 @pytest.mark.parametrize("name", FP8)
@@ -85,14 +85,14 @@ def test_a_span_is_encoded_alike_whatever_shares_its_chunk(name: str) -> None:
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_a_scale_per_span_is_that_of_the_span_as_one_block(element: str) -> None:
     x = normal(128 * 4) * torch.logspace(-3, 3, 512)
-    per_span = Float8(element, per_span=True)  # type: ignore[arg-type]
-    one_block = Float8(element, block=512)  # type: ignore[arg-type]
+    per_span = BlockScaled(element, per_span=True)  # type: ignore[arg-type]
+    one_block = BlockScaled(element, block=512)  # type: ignore[arg-type]
     assert same_bits(round_trip(per_span, x), round_trip(one_block, x))
 
 
 @pytest.mark.parametrize("block", [16, 32, 128, 1024])
 def test_values_in_a_block_do_not_see_other_blocks(block: int) -> None:
-    format = Float8("e4m3", block=block)
+    format = BlockScaled("e4m3", block=block)
     x = normal(4096, seed=5)
     louder = x.clone()
     louder.view(-1, block)[1::2] *= 1e6

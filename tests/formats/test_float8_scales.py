@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.formats.coding import FP8, POWER_OF_TWO, decoded, encoded, float8, normal, round_trip, split
-from thinwire.formats.float8 import DTYPES, MAX
+from thinwire.formats.elements import ELEMENTS
 
 EXACT = tuple(name for name in FP8 if name not in POWER_OF_TWO)
 
@@ -37,7 +37,7 @@ def test_an_exact_scale_is_the_smallest_that_holds_the_largest_magnitude(name: s
     x = wide(128 * 500, seed=1)
     spans = (128,) * 500
     scales, _ = split(format, encoded(format, x, spans), spans)
-    ideal = x.view(-1, 128).abs().amax(1).double() / MAX[DTYPES[format.element]]
+    ideal = x.view(-1, 128).abs().amax(1).double() / ELEMENTS[format.element].max
     ratio = scales.double() / ideal
     assert ratio.min() >= 1 - 2**-22
     assert ratio.max() <= 1 + 2**-15 + 2**-22
@@ -52,7 +52,7 @@ def test_code_times_scale_is_exact_in_float32(name: str) -> None:
     buffer = encoded(format, x, spans)
     scales, codes = split(format, buffer, spans)
     values = decoded(format, buffer, spans)
-    numbers = codes.view(DTYPES[format.element]).float()
+    numbers = codes.view(ELEMENTS[format.element].dtype).float()
     for scale, own, got in zip(scales.tolist(), numbers.view(-1, 128)[:, ::5], values.view(-1, 128)[:, ::5]):
         assert [Fraction(scale) * Fraction(v) for v in own.tolist()] == [Fraction(v) for v in got.tolist()]
 
@@ -74,7 +74,7 @@ def test_a_power_of_two_scale_is_the_smallest_that_holds_the_largest_magnitude(n
     x = torch.zeros(128)
     x[5] = -amax
     scales, _ = split(format, encoded(format, x), (128,))
-    scale, largest = scales.item(), MAX[DTYPES[format.element]]
+    scale, largest = scales.item(), ELEMENTS[format.element].max
     assert largest * scale >= amax > largest * scale / 2
 
 
@@ -82,7 +82,7 @@ def test_a_power_of_two_scale_is_the_smallest_that_holds_the_largest_magnitude(n
 def test_magnitudes_at_the_edge_of_a_binade_and_of_the_format_do_not_overflow(name: str) -> None:
     """amax just below, at and above max x 2^k: the largest element must neither become inf nor lose a place."""
     format = float8(name)
-    largest = torch.tensor(MAX[DTYPES[format.element]])
+    largest = torch.tensor(ELEMENTS[format.element].max)
     edges = [torch.nextafter(largest, torch.tensor(0.0)), largest, torch.nextafter(largest, torch.tensor(1e9))]
     for edge in edges:
         for exponent in (-60, -1, 0, 1, 60):

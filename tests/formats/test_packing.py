@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.formats.coding import CASTS, FP8, decoded, encoded, normal, same_bits
-from thinwire.formats import Cast, Float8, Format, Spans, get, names
+from thinwire.formats import NVFP4, BlockScaled, Cast, Format, Spans, get, names
+from thinwire.formats.elements import ELEMENTS
 
 some_formats = st.one_of(
     st.sampled_from(names()).map(get),
     st.builds(
-        Float8,
+        BlockScaled,
         element=st.sampled_from(["e4m3", "e5m2"]),
         block=st.integers(1, 20).map(lambda k: 16 * k),
         per_span=st.booleans(),
-        scale=st.sampled_from(["exact", "power_of_two"]),
+        scale=st.sampled_from(["exact", "rceil"]),
     ),
     st.builds(Cast, st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
 )
@@ -34,9 +35,12 @@ def in_blocks(format: Format, blocks: list[int]) -> Spans:
 @given(format=some_formats, blocks=some_spans)
 def test_nbytes_is_scales_and_codes_rounded_up_to_16(format: Format, blocks: list[int]) -> None:
     spans = in_blocks(format, blocks)
-    if isinstance(format, Float8):
+    if isinstance(format, BlockScaled):
         scales = len(spans) if format.per_span else sum(blocks)
-        expected = sum(spans) + scales * (4 if format.scale == "exact" else 1)
+        bits = ELEMENTS[format.element].bits
+        expected = sum(spans) * bits // 8 + scales * (4 if format.scale == "exact" else 1)
+    elif isinstance(format, NVFP4):
+        expected = sum(spans) // 2 + sum(blocks) + 4 * len(spans)
     else:
         assert isinstance(format, Cast)
         expected = sum(spans) * format.dtype.itemsize

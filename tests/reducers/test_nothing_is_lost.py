@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.reducers.gradients import UNEVEN, bind, exact_mean, gradients, reduce, residuals, sum_over_ranks
 from tests.support.ranks import run_ranks
 from thinwire.collectives import Layout, Slot
-from thinwire.formats import Float8, Format, get
+from thinwire.formats import BlockScaled, Format, get
 from thinwire.reducers import BoundReducer, Quantized, Routed
 
 REDUCTIONS = 22
@@ -25,7 +25,7 @@ FORMATS: tuple[str | Format, ...] = (
     "fp8_e5m2_pow2",
     "fp8_e4m3_span",
     "bf16",
-    Float8("e5m2", block=48),
+    BlockScaled("e5m2", block=48),
 )
 LOSS_SCALES = (1.0, 1024.0, 65536.0, 2.0**-3, 3.7)
 

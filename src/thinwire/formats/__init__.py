@@ -5,21 +5,30 @@ from __future__ import annotations
 import torch
 
 from thinwire.formats.cast import Cast
-from thinwire.formats.float8 import Float8
 from thinwire.formats.format import Format, Spans
+from thinwire.formats.nvfp4 import NVFP4
+from thinwire.formats.scaled import BlockScaled
 
-__all__ = ["Cast", "Float8", "Format", "Spans", "get", "names"]
+__all__ = ["NVFP4", "BlockScaled", "Cast", "Format", "Spans", "get", "names"]
 
 _FORMATS: dict[str, Format] = {
     "fp32": Cast(torch.float32),
     "bf16": Cast(torch.bfloat16),
     "fp16": Cast(torch.float16),
-    "fp8_e4m3": Float8("e4m3"),
-    "fp8_e5m2": Float8("e5m2"),
-    "fp8_e4m3_pow2": Float8("e4m3", scale="power_of_two"),
-    "fp8_e5m2_pow2": Float8("e5m2", scale="power_of_two"),
-    "fp8_e4m3_span": Float8("e4m3", per_span=True),
-    "fp8_e5m2_span": Float8("e5m2", per_span=True),
+    "fp8_e4m3": BlockScaled("e4m3"),
+    "fp8_e5m2": BlockScaled("e5m2"),
+    "fp8_e4m3_pow2": BlockScaled("e4m3", scale="rceil"),
+    "fp8_e5m2_pow2": BlockScaled("e5m2", scale="rceil"),
+    "fp8_e4m3_span": BlockScaled("e4m3", per_span=True),
+    "fp8_e5m2_span": BlockScaled("e5m2", per_span=True),
+    "mxfp8": BlockScaled("e4m3", block=32, scale="rceil"),
+    "mxfp8_e5m2": BlockScaled("e5m2", block=32, scale="rceil"),
+    "mxfp4": BlockScaled("e2m1", block=32, scale="rceil"),
+    "nvfp4": NVFP4(),
+    "int8": BlockScaled("int8"),
+    "int4": BlockScaled("int4"),
+    "int8_span": BlockScaled("int8", per_span=True),
+    "int4_span": BlockScaled("int4", per_span=True),
 }
 
 

@@ -7,17 +7,13 @@ neighbours in the chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 Spans: TypeAlias = tuple[int, ...]
 """Lengths, in elements, of the spans of one chunk; their sum is the chunk's length."""
-
-Run: TypeAlias = Callable[..., Any]
-"""Calls a kernel on tensors: `run(kernel, *tensors)`. See `thinwire.formats.kernels`."""
 
 ALIGNMENT = 16
 """Encoded buffers are padded to this many bytes, so that any of them can be viewed as any dtype."""
@@ -51,7 +47,7 @@ class Format(Protocol):
         """Add the decoded chunk to `accumulator`, float32 `(sum(spans),)`: the bits of decode, then add."""
 
     def compiled(self, chunk: int) -> Format:
-        """The same format, same bits, with kernels compiled for chunks of `chunk` elements."""
+        """The same format, same bits, with kernels compiled for chunks of `chunk` elements; for one thread."""
 
 
 def aligned(nbytes: int) -> int:

@@ -1,9 +1,13 @@
-"""Scales of low-precision blocks: the numbers that bring a block's largest magnitude to the format's largest.
+"""Scales of low-precision blocks: the numbers that bring a block's largest magnitude to the element's largest.
 
 A scale is `amax / max`. *Exact* scales are rounded up to 16 significant bits, so that code x scale is exact
-in float32 for codes of up to 8 bits and a fused multiply-add cannot change a bit. *Power-of-two* scales are
-rounded up to a power of two and travel as one E8M0 byte (exponent + 127, NaN = 255); decoding only moves
-the exponent, so encoding a decoded block again gives the same bytes.
+in float32 for codes of up to 8 bits and a fused multiply-add cannot change a bit. *Power-of-two* scales
+travel as one E8M0 byte (exponent + 127, NaN = 255); decoding only moves the exponent. Four rules for them:
+
+    rceil   2^ceil(log2(amax / max)): the smallest that holds amax; encoding a decoded block gives the same bytes
+    floor   2^(floor(log2 amax) - emax): the OCP standard's; the largest magnitudes may saturate
+    ceil    2^(ceil(log2 amax) - emax)
+    even    floor, after rounding amax to the element's mantissa
 
 A block whose amax is below 1e-30 counts as zero: its scale is 1. (With error feedback the residual of an
 unused row decays to denormals, and 1 / scale would overflow.) A block that holds inf or NaN has the scale
@@ -13,9 +17,18 @@ NaN, so every rank sees it.
 from __future__ import annotations
 
 import math
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+from thinwire.formats.elements import Element
+
+Rule: TypeAlias = Literal["exact", "rceil", "floor", "ceil", "even"]
+
+RULES = ("exact", "rceil", "floor", "ceil", "even")
+SATURATING = ("floor", "even")
+"""Rules under which amax / scale can pass the element's largest value."""
 
 TINY = 1e-30
 NAN = float("nan")
@@ -31,11 +44,31 @@ def exact_scale(amax: Tensor, max_value: float) -> Tensor:
     return torch.where(amax < INF, scale, NAN)
 
 
-def power_of_two_exponent(amax: Tensor, max_value: float) -> Tensor:
-    """int32 E8M0 codes of ceil(log2(amax / max_value)), exact by the bits of amax."""
-    mantissa, exponent = _mantissa_and_exponent(max_value)
-    # The carry into the exponent is the ceiling: it happens where amax's mantissa exceeds that of max_value.
-    code = ((amax.view(torch.int32) + (0x7FFFFF - mantissa)) >> 23) - exponent
+def stored(amax: Tensor, element: Element, rule: Rule) -> Tensor:
+    """Scales as they travel: float32, or E8M0 codes as uint8."""
+    if rule == "exact":
+        return exact_scale(amax, element.max)
+    return power_of_two_exponent(amax, element, rule).to(torch.uint8)
+
+
+def float32_scale(amax: Tensor, element: Element, rule: Rule) -> Tensor:
+    """Scales as encoding and decoding multiply with them."""
+    if rule == "exact":
+        return exact_scale(amax, element.max)
+    return power_of_two_scale(power_of_two_exponent(amax, element, rule))
+
+
+def power_of_two_exponent(amax: Tensor, element: Element, rule: Rule) -> Tensor:
+    """int32 E8M0 codes, exact by the bits of amax."""
+    mantissa, emax = _mantissa_and_exponent(element.max)
+    # What is added to the bits of amax carries into its exponent where the rule rounds up.
+    carry = {
+        "rceil": 0x7FFFFF - mantissa,  # where the mantissa exceeds that of the largest value
+        "ceil": 0x7FFFFF,
+        "floor": 0,
+        "even": 1 << (22 - (element.mantissa or 0)),
+    }[rule]
+    code = ((amax.view(torch.int32) + carry) >> 23) - emax
     code = torch.where(amax < TINY, 127, code)
     return torch.where(amax < INF, code, E8M0_NAN)
 

@@ -1,0 +1,146 @@
+"""NVFP4: E2M1 elements, an E4M3 scale per block of 16, a float32 scale per span.
+
+    span scale    s = amax(span) / (6 * 448), rounded up to 16 significant bits
+    block scale   v = e4m3(amax(block) / 6 / s), round to nearest even
+    code          e2m1(x / (v s)), round to nearest even, saturating at 6 (v may have been rounded down)
+    decoded       value(code) * (v s): 2 + 4 + 16 significant bits, exact in float32
+
+4.5 bits per element and 4 bytes per span. A block whose scale rounds to zero (its amax is some 2^-10 of one
+448th of the span's) is zeros. A non-finite value makes its whole span NaN. An encoded chunk is: span scales,
+block scales, codes packed in pairs.
+Source: NVIDIA's NVFP4 recipe (arXiv 2509.25149, appendix B) as Transformer Engine computes it, except that s
+is the float32 that is multiplied with, not its reciprocal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.formats import scales
+from thinwire.formats.elements import ELEMENTS, pack, unpack
+from thinwire.formats.format import Format, Spans, aligned, check_chunk
+from thinwire.formats.kernels import Compiled, Eager, Kernel, Run
+from thinwire.formats.stochastic import counters, round_stochastically
+
+BLOCK = 16
+E2M1 = ELEMENTS["e2m1"]
+E4M3 = ELEMENTS["e4m3"]
+
+
+@dataclass(frozen=True)
+class NVFP4:
+    """E2M1 under two scales: 0.5625 bytes per element."""
+
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Stochastic rounding is unbiased and needs keys. With error feedback nearest is better."""
+
+    run: Run = field(default=Eager(), repr=False, compare=False)
+    """How kernels run; see `compiled`."""
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"NVFP4 rounding must be nearest or stochastic, got {self.rounding!r}")
+
+    @property
+    def name(self) -> str:
+        return "nvfp4" if self.rounding == "nearest" else "nvfp4_sr"
+
+    @property
+    def block(self) -> int:
+        return BLOCK
+
+    def compiled(self, chunk: int) -> Format:
+        return replace(self, run=Compiled(chunk))
+
+    def nbytes(self, spans: Spans) -> int:
+        return aligned(4 * len(spans) + sum(spans) // BLOCK + sum(spans) // 2)
+
+    def encode(self, x: Tensor, out: Tensor, *, spans: Spans, key: Tensor | None = None) -> None:
+        check_chunk(self.name, x, spans, BLOCK)
+        blocks = x.view(-1, BLOCK)
+        span_scales, block_scales, packed = _views(out, spans)
+        amax = self.run(_amax, blocks)
+        counts = [length // BLOCK for length in spans]
+        of_span = torch.stack([part.amax() for part in amax.split(counts)])
+        span_scales.copy_(scales.exact_scale(of_span, 6.0 * 448.0))
+        span_scale = _spread(span_scales, counts)
+        self.run(_scale_blocks, amax, span_scale, block_scales)
+        codes = self.run.scratch(x.numel(), x.device).view(-1, BLOCK)
+        inverse = self.run(_inverse, block_scales, span_scale)
+        self.run(_code_blocks, blocks, inverse, codes, *self._draws(key, spans))
+        self.run(pack, codes.view(-1).view(torch.int16), packed)
+
+    def decode(self, buffer: Tensor, out: Tensor, *, spans: Spans) -> None:
+        self._decode(_decode_blocks, buffer, out, spans)
+
+    def decode_add(self, buffer: Tensor, accumulator: Tensor, *, spans: Spans) -> None:
+        self._decode(_decode_add_blocks, buffer, accumulator, spans)
+
+    def _decode(self, kernel: Kernel, buffer: Tensor, out: Tensor, spans: Spans) -> None:
+        span_scales, block_scales, packed = _views(buffer, spans)
+        codes = self.run.scratch(out.numel(), out.device).view(-1, BLOCK)
+        self.run(unpack, packed, codes.view(-1).view(torch.int16))
+        scale = E4M3.widen(block_scales) * _spread(span_scales, [length // BLOCK for length in spans])
+        self.run(kernel, codes, scale, out.view(-1, BLOCK))
+
+    def _draws(self, key: Tensor | None, spans: Spans) -> tuple[Tensor, ...]:
+        if self.rounding == "nearest":
+            return ()
+        if key is None:
+            raise ValueError(f"{self.name} rounds stochastically: encode needs key=, one int32 per span")
+        return (counters(key, spans).view(-1, BLOCK),)
+
+
+def _views(buffer: Tensor, spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
+    """Span scales, float32 (spans,); block scales, float8 (n/16,); packed codes, uint8 (n/2,)."""
+    first, numel = 4 * len(spans), sum(spans)
+    second = first + numel // BLOCK
+    return (
+        buffer[:first].view(torch.float32),
+        buffer[first:second].view(E4M3.dtype),
+        buffer[second : second + numel // 2],
+    )
+
+
+def _spread(span_scales: Tensor, counts: list[int]) -> Tensor:
+    """(spans,) to (blocks,), or to (1,) where there is one span."""
+    if len(counts) == 1:
+        return span_scales
+    return span_scales.repeat_interleave(torch.tensor(counts, device=span_scales.device))
+
+
+# Kernels. Arguments: x, float32 (blocks, 16); amax, float32 (blocks,); span_scale, float32 (blocks,) or (1,).
+
+
+def _amax(x: Tensor) -> Tensor:
+    return x.abs().amax(1)
+
+
+def _scale_blocks(amax: Tensor, span_scale: Tensor, block_scales: Tensor) -> None:
+    block_scales.copy_((amax * (1.0 / span_scale * (1.0 / 6.0))).clamp(max=448.0).to(E4M3.dtype))
+
+
+def _inverse(block_scales: Tensor, span_scale: Tensor) -> Tensor:
+    """What x is multiplied with (blocks,): 0 where the block scale is 0, NaN where the span's is."""
+    scale = E4M3.widen(block_scales) * span_scale
+    return torch.where(scale == 0.0, 0.0, 1.0 / scale)
+
+
+def _code_blocks(x: Tensor, inverse: Tensor, codes: Tensor, draws: Tensor | None = None) -> None:
+    values = x * inverse[:, None]
+    if draws is not None:
+        values = values.clamp(-6.0, 6.0)
+        values = round_stochastically(values, E2M1.spacing(values), draws)
+    codes.copy_(E2M1.code(values))
+
+
+def _decode_blocks(codes: Tensor, scale: Tensor, out: Tensor) -> None:
+    torch.mul(E2M1.widen(codes), scale[:, None], out=out)
+
+
+def _decode_add_blocks(codes: Tensor, scale: Tensor, sums: Tensor) -> None:
+    sums.add_(E2M1.widen(codes) * scale[:, None])
