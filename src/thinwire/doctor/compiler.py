@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 
+from thinwire.formats.kernels import cpp_compiler
+
 TIMEOUT_SECONDS = 240
-COMPILERS = ("g++", "clang++", "c++")
 
 # Compiled and eager must give the same bits.
 SCRIPT = """
@@ -30,15 +30,19 @@ assert torch.equal(eager, compiled), "the compiled kernel gives other bits than 
 
 @dataclass(frozen=True)
 class CompileCheck:
+    """How the trial ended."""
+
     works: bool
-    compiler: str | None  # the C++ compiler that was found
+    compiler: str | None
+    """Path of the C++ compiler that was found."""
     seconds: float
     error: str | None = None
+    """The line that says why it does not work."""
 
 
 def check_compile(device: str) -> CompileCheck:
     """Compile on `device` ("cpu" or "cuda") and compare with the eager result; at most four minutes."""
-    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    compiler = cpp_compiler()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="thinwire-doctor-", ignore_cleanup_errors=True) as cache:
         try:

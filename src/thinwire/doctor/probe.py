@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import elastic_launch
 
 from thinwire.doctor.carries import carried_dtypes
 from thinwire.doctor.interfaces import interface_of, interfaces, listening_sockets
 from thinwire.doctor.links import measure_links
+from thinwire.train.local import local_launch, quiet_launcher, use_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -56,19 +57,13 @@ def under_torchrun() -> bool:
 
 def probe_here() -> Probe:
     """Start two ranks on this machine, let them probe, and wait for them."""
-    with tempfile.TemporaryDirectory(prefix="thinwire-doctor-") as folder, _quiet(), _loopback():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=LOCAL_RANKS,
+    with tempfile.TemporaryDirectory(prefix="thinwire-doctor-") as folder, _loopback():
+        quiet_launcher()
+        config = local_launch(
+            LOCAL_RANKS,
             run_id="thinwire-doctor",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.1,
             start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
+            logs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
         try:
             results: dict[int, Any] = elastic_launch(config, _probe_in_new_group)()
@@ -159,23 +154,11 @@ def _first_line(message: Any) -> str:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    """Loopback as the trainer chooses it, for the ranks started meanwhile."""
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    use_loopback()
     try:
         yield
     finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The launcher's log would repeat, over many lines, what the report says in one."""
-    log = logging.getLogger("torch.distributed")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
+        if before is None:
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import elastic_launch
 
 from thinwire.train import worker
 from thinwire.train.config import ConfigError, TrainConfig, uses_cuda
+from thinwire.train.local import local_launch, quiet_launcher, use_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ def launch(config: TrainConfig, out: Path, *, debug: bool = False) -> int:
             "or set device to cpu"
         )
     port = free_port(config.port)
-    _use_loopback()
-    _quiet_elastic(debug)
+    use_loopback()
+    quiet_launcher(logging.WARNING if debug else logging.CRITICAL)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     _start_fork_server()
@@ -57,19 +58,13 @@ def launch(config: TrainConfig, out: Path, *, debug: bool = False) -> int:
     forward = _ForwardSignals(flag)
     life, held = context.Pipe(duplex=False)  # workers end when `held` closes, however this process ends
     with life, held, tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
-        elastic = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=config.workers,
+        elastic = local_launch(
+            config.workers,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"127.0.0.1:{port}",
-            max_restarts=0,
-            monitor_interval=0.1,
             start_method="forkserver",
-            local_addr="127.0.0.1",
-            signals_to_handle="SIGQUIT",  # the others are handled here
-            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+            logs=DefaultLogsSpecs(log_dir=scratch),
+            port=port,
+            signals="SIGQUIT",  # the others are handled here
         )
         try:
             with forward:
@@ -147,18 +142,3 @@ def _start_fork_server() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _use_loopback() -> None:
-    """Workers of one machine talk over loopback, unless the environment names another interface."""
-    names = {name for _, name in socket.if_nameindex()}
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-
-
-def _quiet_elastic(debug: bool) -> None:
-    """The launcher reports failures itself, in one line."""
-    level = logging.WARNING if debug else logging.CRITICAL
-    for name in ("torch.distributed.elastic", "torch.multiprocessing", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(level)
