@@ -18,11 +18,13 @@ import pytest
 import thinwire as tw
 from tests.support.ranks import RankFailed, run_ranks
 from tests.train.jobs import job, lines, run_job
-from thinwire.train import loop
-from thinwire.train.arguments import to_toml
+from thinwire.train import loop, metrics
+from thinwire.train.arguments import parse, read_toml, to_toml
 from thinwire.train.checkpoint.checkpointer import checkpoints_in
-from thinwire.train.config import TrainConfig
+from thinwire.train.command import main
+from thinwire.train.config import ConfigError, TrainConfig
 from thinwire.train.data.samples import build_data
+from thinwire.train.output import choose_output
 
 SAME = ("param_hash", "val_loss", "final_train_loss", "tokens", "skipped_steps", "sent_bytes_per_rank", "steps")
 
@@ -104,6 +106,51 @@ def test_killed_twice_and_resumed_on_any_number_of_ranks(
     _check(tmp_path, recipe, world_size, accumulation)
 
 
+# -- the settings of the run that is resumed -----------------------------------------------------------------
+
+
+def test_a_run_is_resumed_with_the_settings_that_it_had(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "config.toml").write_text(to_toml(TrainConfig(steps=7, seed=3)))
+    config = parse(["--resume", "--out", str(tmp_path), "--seed", "4"]).config
+    assert config == TrainConfig(steps=7, seed=4, resume=True, out=tmp_path)
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/step-00000005/manifest.json"])
+@pytest.mark.parametrize("state", ["missing", "empty"])
+def test_a_run_without_its_settings_is_not_resumed_with_the_defaults(
+    tmp_path: Path, left: str, state: str
+) -> None:
+    (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / left).write_text("")
+    if state == "empty":
+        (tmp_path / "config.toml").write_text("")
+    (tmp_path / "other.toml").write_text("steps = 9")
+    resume = ["--resume", "--out", str(tmp_path)]
+    line = f"resume: {tmp_path / 'config.toml'} is {state}, so the settings of this run are not known; "
+    with pytest.raises(ConfigError) as raised:
+        parse(resume)
+    assert str(raised.value) == line + "give them with --config FILE"
+    assert parse([*resume, "--config", str(tmp_path / "other.toml")]).config.steps == 9
+
+
+def _die_before_the_first_step(config: TrainConfig, out: Path) -> None:
+    metrics.RunLog = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,misc]
+    run_job(config, out)
+
+
+def test_a_run_that_is_killed_before_its_first_line_has_left_its_settings_and_can_be_started_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, out = job(tmp_path, steps=1), tmp_path / "out"
+    run_ranks(_die_before_the_first_step, 1, config, out, check=False)
+    assert [path.name for path in out.iterdir()] == ["config.toml"]
+    assert main(["--resume", "--out", str(out)]) == 2
+    assert f"there is no run in {out} to continue; start one without --resume" in capsys.readouterr().err
+    with choose_output(replace(read_toml(out / "config.toml"), out=out)) as again:
+        assert run_ranks(run_job, 1, config, again)[0]["steps"] == 1
+
+
 # -- through the command -----------------------------------------------------------------------------------
 
 
@@ -145,8 +192,13 @@ def _workers(launcher: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["a worker", pytest.param("the whole tree", marks=pytest.mark.full)])
-def test_the_command_goes_on_bit_for_bit_after_a_kill(tmp_path: Path, victim: str) -> None:
+@pytest.mark.parametrize(
+    "victim",
+    ["a worker", *(pytest.param(name, marks=pytest.mark.full) for name in ("the launcher", "the whole tree"))],
+)
+def test_the_command_goes_on_bit_for_bit_after_a_kill(
+    tmp_path: Path, victim: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Slow: two launches of the whole program, each importing everything."""
     config = replace(_job(tmp_path, "fp8-ef", 2), steps=40)
     (tmp_path / "job.toml").write_text(to_toml(config))
@@ -157,6 +209,8 @@ def test_the_command_goes_on_bit_for_bit_after_a_kill(tmp_path: Path, victim: st
     _wait_for_another_checkpoint(process, out)
     workers = _workers(process.pid)
     assert len(workers) == 2
+    assert main(["--resume", "--out", str(out)]) == 2, "two runs never share a directory"
+    assert f"out: {out} is in use by process {process.pid} on " in capsys.readouterr().err
     if victim == "a worker":
         os.kill(workers[1], signal.SIGKILL)
         _, errors = process.communicate(timeout=180)
@@ -164,8 +218,8 @@ def test_the_command_goes_on_bit_for_bit_after_a_kill(tmp_path: Path, victim: st
         assert "was killed by SIGKILL" in errors
         assert str(workers[1]) in errors
     else:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=180)
+        (process.kill if victim == "the launcher" else lambda: os.killpg(process.pid, signal.SIGKILL))()
+        process.communicate(timeout=180)  # until the workers have closed their end of the pipes too
     assert not (out / "summary.json").exists()
 
     process = _start("--resume", "--out", str(out))

@@ -73,24 +73,21 @@ def _is_utf8(word: str) -> bool:
 def _config_of_resumed(flags: Sequence[str]) -> Path | None:
     """`--resume --out DIR` takes up the settings that the run in DIR was started with; never just the defaults.
 
-    The file is written before anything else of a run, so one that has begun has lost it if it is not there.
+    It is the first file that a run writes, so where a run has begun and it is not there, it was lost.
     """
     look = _Parser(add_help=False, allow_abbrev=False)
     look.add_argument("--resume", action="store_true")
     look.add_argument("--out", type=Path)
     found, _ = look.parse_known_args(list(flags))
-    if not found.resume or found.out is None:
+    if not found.resume or found.out is None or not started(found.out):
         return None
     path: Path = found.out / CONFIG
-    there = path.is_file()
-    if there and path.stat().st_size:
-        return path
-    if started(found.out):
+    if not path.is_file() or not path.stat().st_size:
         raise ConfigError(
-            f"resume: {path} is {'empty' if there else 'missing'}, so the settings of this run are not known; "
-            "give them with --config FILE"
+            f"resume: {path} is {'empty' if path.is_file() else 'missing'}, so the settings of this run are not "
+            "known; give them with --config FILE"
         )
-    return None
+    return path
 
 
 def read_toml(path: Path) -> TrainConfig:

@@ -32,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
         from thinwire.train.launch import launch
         from thinwire.train.output import choose_output
 
-        return launch(config, choose_output(config), debug=arguments.debug)
+        with choose_output(config) as out:
+            return launch(config, out, debug=arguments.debug)
     except (ConfigError, DataError) as error:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"thinwire train: {' '.join(str(error).split())}\n")

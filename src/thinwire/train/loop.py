@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from thinwire.train import metrics
+from thinwire.train import files, metrics
 from thinwire.train.arguments import to_table, to_toml
 from thinwire.train.checkpoint.checkpointer import Checkpointer, CheckpointError
 from thinwire.train.checkpoint.state import TrainState
@@ -248,7 +248,7 @@ def _open_log(run: Run, out: Path, progress: Progress) -> metrics.RunLog | None:
     config = run.config
     baseline = metrics.Baseline.of(run.parameters, run.world_size, config.precision)
     out.mkdir(parents=True, exist_ok=True)
-    (out / CONFIG).write_text(to_toml(replace(config, out=None, resume=False)), encoding="utf-8")
+    files.replace(out / CONFIG, to_toml(replace(config, out=None, resume=False)))  # first: --resume relies on it
     log = metrics.RunLog(out, config.logging, baseline, first_step=progress.step, steps=config.steps)
     start = f"resuming after step {progress.step}" if progress.step else "starting"
     log.say(

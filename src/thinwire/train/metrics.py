@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import nn
 
+from thinwire.train import files
 from thinwire.train.config import LoggingConfig
 
 logger = logging.getLogger(__name__)
@@ -139,12 +139,12 @@ def keep_lines_until(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (json.JSONDecodeError, KeyError, TypeError):
             logger.warning("%s: dropped a line that is not complete", path)
-    _replace(path, "".join(kept))
+    files.replace(path, "".join(kept))
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a file that is either the old one or the whole new one."""
-    _replace(path, json.dumps(value, indent=2) + "\n")
+    files.replace(path, json.dumps(value, indent=2) + "\n")
 
 
 def parameter_hash(model: nn.Module) -> str:
@@ -154,12 +154,6 @@ def parameter_hash(model: nn.Module) -> str:
         flat = parameter.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -104,9 +105,8 @@ def _run(config: TrainConfig, out: Path | None, stop: StopRequest) -> str:
     device = _set_up_device(config)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
-    if out is None:
-        out = _same_output(config)
-    outcome: Outcome = train(config, out, device, stop=stop)
+    with _same_output(config) if out is None else nullcontext(out) as directory:
+        outcome: Outcome = train(config, directory, device, stop=stop)
     dist.destroy_process_group()
     return "finished" if outcome.finished else f"stopped at step {outcome.step}"
 
@@ -125,19 +125,20 @@ def _set_up_device(config: TrainConfig) -> torch.device:
     return device
 
 
-def _same_output(config: TrainConfig) -> Path:
-    """Rank 0 chooses the directory of the run; its error, if any, is everyone's."""
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [choose_output(config)]
-        except OutputError as error:
-            answer = [error]
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], OutputError):
-        raise answer[0]
-    chosen: Path = answer[0]
-    return chosen
+@contextmanager
+def _same_output(config: TrainConfig) -> Iterator[Path]:
+    """Rank 0 chooses the directory of the run and holds it; its error, if any, is everyone's."""
+    with ExitStack() as held:
+        answer: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                answer = [held.enter_context(choose_output(config))]
+            except OutputError as error:
+                answer = [error]
+        dist.broadcast_object_list(answer, src=0)
+        if isinstance(answer[0], OutputError):
+            raise answer[0]
+        yield answer[0]
 
 
 def _guarded(body: Callable[[], str], *, debug: bool, speak: bool = False) -> str:
