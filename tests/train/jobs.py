@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +76,12 @@ def run_job_until(config: TrainConfig, out: Path, step: int, asked: int) -> Outc
 
     calls = iter(range(10**6))
     return train(config, out, CPU, stop=lambda: dist.get_rank() == asked and next(calls) >= step)
+
+
+def listen(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """What a function returns, and what this rank said meanwhile."""
+    with redirect_stdout(io.StringIO()) as said:
+        return function(*args), said.getvalue()
 
 
 def run_job_with_bad_loss(config: TrainConfig, out: Path, rank: int, steps: tuple[int, ...]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from tests.train.jobs import job
+from thinwire.train import launch as launch_module
 from thinwire.train.arguments import to_toml
 from thinwire.train.checkpoint.checkpointer import checkpoints_in
 from thinwire.train.command import main
@@ -106,7 +107,10 @@ def test_a_command_killed_at_any_step_continues_bit_for_bit_and_leaves_no_worker
     out, file = tmp_path / "out", tmp_path / "job.toml"
     file.write_text(to_toml(config))
     command = [sys.executable, "-m", "thinwire", "train", "--config", str(file), "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "starting 2 workers\n"
+        process.stdout.close()  # as `| head -1` does: whoever listens may leave
         while _steps_done(out) < 7:
             assert process.poll() is None
             time.sleep(0.005)
@@ -120,6 +124,9 @@ def test_a_command_killed_at_any_step_continues_bit_for_bit_and_leaves_no_worker
     assert not (out / "summary.json").exists()
     assert launch(replace(config, resume=True), out) == 0
     assert _summary(out)["param_hash"] == straight["param_hash"]
+    assert {path.name for path in out.iterdir()} - {".lock"} == {
+        *("checkpoints", "config.toml", "metrics.jsonl", "summary.json")  # and nothing of the launcher
+    }
 
 
 def test_a_worker_that_dies_ends_the_run_with_a_line_that_names_its_rank(
@@ -139,26 +146,38 @@ def test_a_worker_that_dies_ends_the_run_with_a_line_that_names_its_rank(
     )
     assert re.search(expected, error), error
     assert not (tmp_path / "summary.json").exists()
+    assert not (tmp_path / ".workers").exists()
 
 
 def test_a_hang_is_ended_by_a_timeout_that_names_rank_and_operation(
-    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(launch_module, "_GRACE", 0.5)
     stopped: list[int] = []
 
     def stop_one() -> None:
-        first, second = _children(forkserver._forkserver._forkserver_pid)[-2:]  # type: ignore[attr-defined]
-        os.kill(second, signal.SIGSTOP)
-        while _runs(first):  # until it gives up; then the launcher need not wait for a process that cannot end
-            time.sleep(0.05)
-        os.kill(second, signal.SIGKILL)
-        stopped.append(second)
+        stopped.append(_children(forkserver._forkserver._forkserver_pid)[-1])  # type: ignore[attr-defined]
+        os.kill(stopped[0], signal.SIGSTOP)
 
     with _once(lambda: _steps_done(tmp_path) >= 3, stop_one):
         assert launch(replace(config, steps=10_000, timeout=8.0), tmp_path) == 1
-    assert stopped
+    assert not _runs(stopped[0])
     error = capsys.readouterr().err
     assert re.fullmatch(r"thinwire train: rank 0: \w+ of .* failed; .*\n", error), error
+
+
+def test_a_second_signal_kills_and_says_how_to_go_on(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop_twice() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with _once(lambda: _steps_done(tmp_path) >= 3, stop_twice):
+        assert launch(replace(config, steps=10_000), tmp_path) == 1
+    expected = f"thinwire train: killed; `thinwire train --resume --out {tmp_path}` continues\n"
+    assert capsys.readouterr().err == expected
+    assert not (tmp_path / ".workers").exists()
 
 
 def test_an_error_of_all_workers_is_one_line(

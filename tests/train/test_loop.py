@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from transformers.modeling_outputs import CausalLMOutput
 
 from tests.support.ranks import RankFailed, run_ranks
-from tests.train.jobs import CPU, job, lines, run_job, run_job_until, run_job_with_bad_loss
+from tests.train.jobs import CPU, job, lines, listen, run_job, run_job_until, run_job_with_bad_loss
 from thinwire.train.checkpoint.checkpointer import checkpoints_in
 from thinwire.train.config import TrainConfig
 from thinwire.train.loop import TrainingError, training_step, validate
@@ -146,23 +146,42 @@ def test_a_loss_that_is_not_a_number_on_one_rank_skips_the_step_on_all(tmp_path:
     assert a["final_train_loss"] == lines(out)[-1]["loss"]
 
 
-def _log_of_bad_losses(config: TrainConfig, out: Path) -> tuple[list[str], str]:
-    """What was logged, and the error that ended the run."""
+def _log_of_bad_losses(config: TrainConfig, out: Path, steps: tuple[int, ...]) -> tuple[list[str], str]:
+    """What was logged with a bad loss on rank 1 in these steps, and the error that ended the run if one did."""
     handler = logging.handlers.BufferingHandler(100)
     logging.getLogger("thinwire").addHandler(handler)
-    with pytest.raises(TrainingError) as ended:
-        run_job_with_bad_loss(config, out, 1, (1, 2, 3, 4))
-    return [record.getMessage() for record in handler.buffer], str(ended.value)
+    error = ""
+    try:
+        run_job_with_bad_loss(config, out, 1, steps)
+    except TrainingError as ended:
+        error = str(ended)
+    return [record.getMessage() for record in handler.buffer], error
 
 
 def test_bad_steps_in_a_row_end_the_run_and_the_log_names_the_rank(tmp_path: Path) -> None:
     config = job(tmp_path, max_bad_steps=3, checkpoint_every=1)
-    (logged, error), (quiet, same_error) = run_ranks(_log_of_bad_losses, 2, config, tmp_path / "out")
+    (logged, error), (quiet, same_error) = run_ranks(_log_of_bad_losses, 2, config, tmp_path / "out", (1, 2, 3, 4))
     assert "step 4 skipped on all ranks: the loss on rank 1 is not finite (3 in a row, at most 3)" in logged
     assert error.startswith("step 4: 3 steps in a row (max_bad_steps) had a loss or gradient that is not finite")
     assert (quiet, same_error) == ([], error)
     # Nothing was saved in the bad streak: it would have displaced good checkpoints.
     assert checkpoints_in(tmp_path / "out" / "checkpoints")[0].name == "step-00000001"
+
+
+def test_a_run_that_ends_in_bad_steps_says_of_which_step_its_parameters_are(tmp_path: Path) -> None:
+    config = job(tmp_path, steps=3)
+    (logged, error), (quiet, _) = run_ranks(_log_of_bad_losses, 2, config, tmp_path / "out", (1, 2))
+    assert logged[-1] == "steps skipped at the end of the run: 2; the result is the parameters after step 1"
+    assert (error, quiet) == ("", [])
+    assert (tmp_path / "out" / "summary.json").exists()
+
+
+def test_a_run_of_bad_steps_alone_is_a_failure_and_leaves_no_result(tmp_path: Path) -> None:
+    (_, error), other = run_ranks(_log_of_bad_losses, 2, job(tmp_path, steps=2), tmp_path / "out", (0, 1))
+    assert error == "step 2: no step of this run had a finite loss and gradient, so nothing was trained"
+    assert other == ([], error)
+    assert not (tmp_path / "out" / "summary.json").exists()
+    assert not checkpoints_in(tmp_path / "out" / "checkpoints")
 
 
 def test_bad_steps_that_are_not_in_a_row_do_not_end_the_run(tmp_path: Path) -> None:
@@ -172,11 +191,12 @@ def test_bad_steps_that_are_not_in_a_row_do_not_end_the_run(tmp_path: Path) -> N
 
 
 def test_a_stop_request_on_one_rank_stops_all_at_the_same_step_with_a_checkpoint(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    outcomes = run_ranks(run_job_until, 2, job(tmp_path), out, 3, 1)
-    assert [(o.step, o.finished) for o in outcomes] == [(3, False), (3, False)]
+    out = tmp_path / "my out"
+    (outcome, said), other = run_ranks(listen, 2, run_job_until, job(tmp_path), out, 3, 1)
+    assert [(o.step, o.finished) for o in (outcome, other[0])] == [(3, False), (3, False)]
     assert [path.name for path in checkpoints_in(out / "checkpoints")] == ["step-00000003"]
     assert not (out / "summary.json").exists()
+    assert f"stopped at step 3 of 6; `thinwire train --resume --out '{out}'` continues\n" in said
 
 
 @pytest.mark.parametrize(("recipe", "optimizer"), [("ddp", "adamw"), ("fp8-ef", "muon")])
@@ -216,8 +236,11 @@ def test_resuming_a_run_without_a_checkpoint_starts_from_the_beginning(tmp_path:
 def test_resuming_on_another_number_of_ranks_goes_on_with_the_same_samples(tmp_path: Path) -> None:
     out, config = tmp_path / "out", job(tmp_path, recipe="fp8-ef")
     run_ranks(run_job_until, 2, config, out, 3, 0)
-    summary, *_ = run_ranks(run_job, 3, replace(config, resume=True), out)
+    (summary, said), *_ = run_ranks(listen, 3, run_job, replace(config, resume=True), out)
     assert (summary["world_size"], summary["steps"], summary["tokens"]) == (3, 6, 6 * 6 * 23)
+    # Plain DDP sends 2 (W-1)/W float32 numbers per parameter: three steps on two ranks, three on three.
+    ddp = 4 * summary["parameters"] * (3 * 2 * 1 / 2 + 3 * 2 * 2 / 3)
+    assert f", {ddp / summary['sent_bytes_per_rank']:.2f}x less than DDP float32; " in said
 
 
 def test_a_checkpoint_of_a_later_step_than_the_run_is_refused(tmp_path: Path) -> None:

@@ -92,9 +92,29 @@ def test_without_a_terminal_progress_is_a_line_per_logged_step(
     assert text == "step 3/10: loss 2.000, 10 tokens/s, 0.00 MB/step, 4.00x less than DDP float32\n"
 
 
+def test_without_progress_there_are_no_lines_per_step_but_the_last_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = _log(tmp_path, progress=False)
+    log.step(_line(10, val_loss=1.5))
+    log.finish({"val_loss": 1.5, "steps": 10, "tokens": 5, "wall_seconds": 3.0, "sent_bytes_per_rank": 10}, 40.0)
+    log.close()
+    assert capsys.readouterr().out == (
+        "done: validation loss 1.5000 nats/byte after 10 steps and 5 tokens in 3 s; "
+        f"sent 0.00 MB/step, 4.00x less than DDP float32; {tmp_path / 'summary.json'}\n"
+    )
+
+
+def test_brackets_in_a_path_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = _log(tmp_path)
+    log.say("runs/[red]1")
+    log.close()
+    assert capsys.readouterr().out == "runs/[red]1\n"
+
+
 def test_compression_is_told_against_plain_ddp_in_float32_and_in_the_jobs_own_dtype() -> None:
     baseline = Baseline.of(10**6, 4, "bfloat16")
-    assert (baseline.float32_bytes, baseline.own_bytes) == (6e6, 3e6)
+    assert baseline.float32_bytes == 6e6
     text = "1.50 MB/step, 4.00x less than DDP float32, 2.00x less than DDP bfloat16"
     assert baseline.compared(1.5e6) == text
     assert Baseline.of(10**6, 1, "float32").compared(0) == "0.00 MB/step"

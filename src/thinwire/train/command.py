@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from thinwire.train.arguments import parse, to_toml
 from thinwire.train.config import ConfigError, check
 from thinwire.train.data.samples import DataError
+from thinwire.usage import one_line
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,12 +21,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         arguments = parse(argv)
         config = arguments.config
-        world_size = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
-        check(config, world_size=config.workers if world_size is None else int(world_size))
+        started_by_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        check(config, world_size=int(os.environ["WORLD_SIZE"]) if started_by_torchrun else config.workers)
         if arguments.print_config:
             sys.stdout.write(to_toml(config))
             return 0
-        if world_size is not None:
+        if started_by_torchrun:
             from thinwire.train.worker import under_torchrun
 
             return under_torchrun(config, arguments.debug)
@@ -36,5 +37,5 @@ def main(argv: Sequence[str]) -> int:
             return launch(config, out, debug=arguments.debug)
     except (ConfigError, DataError) as error:
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"thinwire train: {' '.join(str(error).split())}\n")
+            sys.stderr.write(f"thinwire train: {one_line(error)}\n")
         return 2

@@ -12,12 +12,13 @@ from __future__ import annotations
 import errno
 import logging
 import multiprocessing
-import os
+import shutil
 import signal
 import socket
 import sys
-import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
@@ -28,13 +29,17 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import elastic_launch
 
+from thinwire.streams import Lasting
 from thinwire.train import worker
 from thinwire.train.config import ConfigError, TrainConfig, uses_cuda
 from thinwire.train.local import local_launch, quiet_launcher, use_loopback
+from thinwire.train.output import OutputError, resuming
+from thinwire.train.stragglers import stragglers_killed
 
 logger = logging.getLogger(__name__)
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_GRACE = 5.0  # seconds in which workers may end by themselves once one of them has died
 _PRELOAD = ["torch", "torch._dynamo", "thinwire.train.worker", "thinwire.train.warm"]
 
 
@@ -51,29 +56,45 @@ def launch(config: TrainConfig, out: Path, *, debug: bool = False) -> int:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     _start_fork_server()
-    if config.logging.progress:
-        sys.stdout.write(f"starting {config.workers} workers\n")
-        sys.stdout.flush()
-    flag = context.RawValue("b", 0)
-    forward = _ForwardSignals(flag)
+    stdout = Lasting(sys.stdout)
+    stdout.write(f"starting {config.workers} worker{'s' if config.workers > 1 else ''}\n")
+    stdout.flush()
     life, held = context.Pipe(duplex=False)  # workers end when `held` closes, however this process ends
-    with life, held, tempfile.TemporaryDirectory(prefix="thinwire-") as scratch:
+    ties = worker.Ties(context.RawValue("b", 0), context.RawArray("i", config.workers), life)
+    forward = _ForwardSignals(ties.stop)
+    with life, held, _scratch(out) as scratch:
         elastic = local_launch(
             config.workers,
             run_id=uuid.uuid4().hex,
             start_method="forkserver",
-            logs=DefaultLogsSpecs(log_dir=scratch),
+            logs=DefaultLogsSpecs(log_dir=str(scratch)),
             port=port,
             signals="SIGQUIT",  # the others are handled here
         )
         try:
-            with forward:
-                elastic_launch(elastic, worker.launched)(config, out, flag, life, debug)
+            with forward, stragglers_killed(ties.pids, grace=_GRACE):
+                elastic_launch(elastic, worker.launched)(config, out, ties, debug)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            sys.stderr.write(f"thinwire train: {describe(rank, failure)}\n")
+            ended = f"killed; {resuming(out)}" if forward.killed else describe(rank, failure)
+            sys.stderr.write(f"thinwire train: {ended}\n")
             return 2 if failure.exitcode == 2 else 1
     return 0
+
+
+@contextmanager
+def _scratch(out: Path) -> Iterator[Path]:
+    """Where the workers put their error files, in the directory of the run; a killed launcher left its own."""
+    place = out / ".workers"
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        place.mkdir(parents=True)
+    except OSError as error:
+        raise OutputError(f"out: cannot write in {out}: {error.strerror or error}") from error
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def describe(rank: int, failure: ProcessFailure) -> str:
@@ -114,6 +135,7 @@ class _ForwardSignals:
     """While active, the first SIGTERM, SIGINT or SIGHUP asks the workers to stop, the second kills them."""
 
     def __init__(self, flag: Any) -> None:
+        self.killed = False
         self._flag = flag
         self._before: dict[signal.Signals, Any] = {}
 
@@ -127,9 +149,12 @@ class _ForwardSignals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._flag.value:
-            for process in multiprocessing.active_children():
+            self.killed = True
+            workers = multiprocessing.active_children()
+            for process in workers:
                 process.kill()
-            os._exit(1)
+            if not workers:
+                raise KeyboardInterrupt  # else torch's launcher sees how they ended and cleans up
         self._flag.value = 1
 
 

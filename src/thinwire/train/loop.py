@@ -33,7 +33,7 @@ from thinwire.train.checkpoint.checkpointer import Checkpointer, CheckpointError
 from thinwire.train.checkpoint.state import TrainState
 from thinwire.train.config import TrainConfig
 from thinwire.train.optimizer import gradient_norm, learning_rate, set_learning_rate
-from thinwire.train.output import CONFIG, checkpoints
+from thinwire.train.output import CONFIG, checkpoints, resuming
 from thinwire.train.progress import Progress
 from thinwire.train.run import Run, assemble, count_targets, fetch, summed_loss
 
@@ -95,9 +95,9 @@ def train(
             log.close()
     if log is not None:
         if summary is not None:
-            log.finish(summary)
+            log.finish(summary, progress.ddp_bytes)
         else:
-            log.say(f"stopped at step {progress.step} of {config.steps}; `--resume --out {out}` continues")
+            log.say(f"stopped at step {progress.step} of {config.steps}; {resuming(out)}")
     checkpointer.close()
     run.link.detach()
     return Outcome(progress.step, finished, summary)
@@ -152,6 +152,8 @@ def _steps(
                 f"step {progress.step}: {progress.bad_in_a_row} steps in a row (max_bad_steps) had a loss or "
                 "gradient that is not finite; checkpoints of earlier steps are untouched"
             )
+        if last and step.bad:
+            _say_what_was_trained(run, progress)
         every = config.checkpoint.every
         # In a bad streak nothing is saved: one more checkpoint of a diverged run would displace a good one.
         if last or (every and progress.step % every == 0 and not step.bad):
@@ -221,6 +223,20 @@ def _count(run: Run, progress: Progress, step: Step) -> None:
                 progress.bad_in_a_row,
                 run.config.max_bad_steps,
             )
+
+
+def _say_what_was_trained(run: Run, progress: Progress) -> None:
+    """After a last step that was skipped."""
+    if progress.skipped_steps == progress.step:
+        raise TrainingError(
+            f"step {progress.step}: no step of this run had a finite loss and gradient, so nothing was trained"
+        )
+    if run.rank == 0:
+        logger.warning(
+            "steps skipped at the end of the run: %d; the result is the parameters after step %d",
+            progress.bad_in_a_row,
+            progress.step - progress.bad_in_a_row,
+        )
 
 
 def _save(run: Run, progress: Progress, checkpointer: Checkpointer, state: TrainState) -> None:

@@ -10,15 +10,17 @@ import hashlib
 import json
 import logging
 import math
-from dataclasses import asdict, dataclass
+import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import nn
 
+from thinwire.streams import Lasting
 from thinwire.train import files
 from thinwire.train.config import LoggingConfig
 
@@ -50,14 +52,12 @@ class Baseline:
     """What plain DDP would send per rank and step, to compare with."""
 
     float32_bytes: float
-    own_bytes: float
     own_dtype: str  # bfloat16 under autocast, as if DDP had its bf16_compress_hook
 
     @staticmethod
     def of(parameters: int, world_size: int, precision: str) -> Baseline:
         """A ring all-reduce sends 2 (W-1)/W elements for each parameter."""
-        elements = 2 * (world_size - 1) / world_size * parameters
-        return Baseline(4 * elements, (2 if precision == "bfloat16" else 4) * elements, precision)
+        return Baseline(4 * 2 * (world_size - 1) / world_size * parameters, precision)
 
     def compared(self, sent_bytes: float) -> str:
         """ "0.83 MB/step, 3.97x less than DDP" """
@@ -65,7 +65,7 @@ class Baseline:
             return f"{_megabytes(sent_bytes)}/step"
         text = f"{_megabytes(sent_bytes)}/step, {self.float32_bytes / sent_bytes:.2f}x less than DDP float32"
         if self.own_dtype != "float32":
-            text += f", {self.own_bytes / sent_bytes:.2f}x less than DDP {self.own_dtype}"
+            text += f", {self.float32_bytes / 2 / sent_bytes:.2f}x less than DDP {self.own_dtype}"
         return text
 
 
@@ -78,7 +78,7 @@ class RunLog:
         self._out, self._config, self._baseline, self._steps = out, config, baseline, steps
         keep_lines_until(out / METRICS, first_step)
         self._lines = (out / METRICS).open("a", encoding="utf-8")
-        self._console = Console(soft_wrap=True, highlight=False)
+        self._console = Console(file=cast(IO[str], Lasting(sys.stdout)), soft_wrap=True, highlight=False)
         self._events = _events(out / "tensorboard", first_step) if config.tensorboard else None
         self._bar: Progress | None = None
         self._task = TaskID(0)
@@ -102,22 +102,22 @@ class RunLog:
             self._bar.update(self._task, completed=metrics.step, text=text)
         elif self._config.progress:
             self._console.print(f"step {metrics.step}/{self._steps}: {text}")
-        if metrics.val_loss is not None:
+        if metrics.val_loss is not None and self._config.progress:
             self.say(f"step {metrics.step}: validation loss {metrics.val_loss:.4f} nats/byte")
 
     def say(self, text: str) -> None:
-        """A line for the person at the terminal."""
-        if self._config.progress:
-            self._console.print(text)
+        """A line for the person at the terminal. The console's markup would take `[...]` out of a path."""
+        self._console.print(text, markup=False)
 
-    def finish(self, summary: dict[str, Any]) -> None:
-        """The last word: summary.json, and what it says in short."""
+    def finish(self, summary: dict[str, Any], ddp_bytes: float) -> None:
+        """The last word: summary.json, and what it says in short. `ddp_bytes`: plain DDP's, over the whole run."""
         write_json(self._out / SUMMARY, summary)
-        per_step = summary["sent_bytes_per_rank"] / max(1, summary["steps"])
+        steps = max(1, summary["steps"])
+        whole_run = replace(self._baseline, float32_bytes=ddp_bytes / steps)
         self.say(
             f"done: validation loss {summary['val_loss']:.4f} nats/byte after {summary['steps']} steps and "
             f"{summary['tokens']:,} tokens in {summary['wall_seconds']:.0f} s; "
-            f"sent {self._baseline.compared(per_step)}; {self._out / SUMMARY}"
+            f"sent {whole_run.compared(summary['sent_bytes_per_rank'] / steps)}; {self._out / SUMMARY}"
         )
 
     def close(self) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from thinwire.train.metrics import Baseline
+
 if TYPE_CHECKING:
     from thinwire.train.run import Run
 
@@ -36,10 +38,13 @@ class Progress:
     """Of each rank: the backward pass waited for communication."""
     encode_seconds: list[float] = field(default_factory=list)
     """Of each rank: encoding and decoding."""
+    ddp_bytes: float = 0.0
+    """What plain DDP in float32 would have sent from a rank, on as many ranks as there were at each step."""
 
     def __post_init__(self) -> None:
         self._since = time.perf_counter()
         self._before = (0, 0.0, 0.0)  # this rank's bytes and seconds before the last start or measurement
+        self._measured = self.step
 
     def numbers(self) -> dict[str, Any]:
         """For the checkpoint's manifest."""
@@ -66,4 +71,6 @@ class Progress:
         self.comm_seconds = [s + row[1] for s, row in zip(self.comm_seconds or zeros, rows)]
         self.encode_seconds = [s + row[2] for s, row in zip(self.encode_seconds or zeros, rows)]
         self.wall_seconds += rows[0][3]
-        self._before, self._since = totals, now
+        per_step = Baseline.of(run.parameters, run.world_size, run.config.precision).float32_bytes
+        self.ddp_bytes += per_step * (self.step - self._measured)
+        self._before, self._since, self._measured = totals, now, self.step

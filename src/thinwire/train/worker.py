@@ -19,7 +19,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from thinwire.train.data.samples import DataError
 from thinwire.train.loop import Outcome, TrainingError, train
 from thinwire.train.output import OutputError, choose_output
 from thinwire.train.run import RanksDiffer
+from thinwire.usage import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +58,23 @@ class StopRequest:
         self._signalled = True
 
 
-def launched(config: TrainConfig, out: Path, flag: Any, life: Connection, debug: bool) -> str:
-    """The entry of a worker that `launch.py` started. Returns what happened; on an error it never returns.
+class Ties(NamedTuple):
+    """What the workers of one machine share with the launcher."""
 
-    `flag`: a byte in shared memory, not 0 once the launcher was asked to stop. `life`: a pipe whose other end
-    only the launcher holds.
-    """
-    _end_with(life)
+    stop: Any  # a byte in shared memory: not 0 once the launcher was asked to stop
+    pids: Any  # a number per worker in shared memory: its process, 0 before it begins and once it has finished
+    life: Connection  # the end of a pipe whose other end only the launcher holds
+
+
+def launched(config: TrainConfig, out: Path, ties: Ties, debug: bool) -> str:
+    """The entry of a worker that `launch.py` started. Returns what happened; on an error it never returns."""
+    own = int(os.environ["LOCAL_RANK"])
+    ties.pids[own] = os.getpid()
+    _end_with(ties.life)
     start_logging()
-    return _guarded(lambda: _run(config, out, StopRequest(flag)), debug=debug)
+    happened = _guarded(lambda: _run(config, out, StopRequest(ties.stop)), debug=debug)
+    ties.pids[own] = 0
+    return happened
 
 
 def under_torchrun(config: TrainConfig, debug: bool) -> int:
@@ -80,11 +89,6 @@ def start_logging() -> None:
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(level=logging.WARNING, format=f"thinwire: rank {rank}: %(message)s", force=True)
     transformers.utils.logging.disable_progress_bar()
-
-
-def one_line(error: BaseException) -> str:
-    """The message of an exception without line breaks; its type where it has no message."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def from_rank(rank: int | str, text: str) -> str:
