@@ -1,3 +1,4 @@
+import argparse
 import importlib
 import json
 
@@ -9,6 +10,7 @@ from tests.support.namespaces import needs_namespaces
 from tests.support.ranks import RankFailed, run_ranks
 from thinwire.bench import BENCHES, averaging, main, network
 from thinwire.bench.averaging import Job, Method
+from thinwire.bench.collectives import Row, table
 from thinwire.collectives import all_reduce_bytes
 
 MEBIBYTE = 2**20
@@ -41,6 +43,16 @@ def test_without_a_rate_it_runs_over_loopback(capsys: pytest.CaptureFixture[str]
     assert rows["fp8_e5m2"]["ratio_to_limit"] is None
     assert rows["fp8_e5m2"]["wire_bytes"] is None
     assert 0 < rows["fp8_e5m2"]["error"] < 0.1
+
+
+def test_the_table_explains_its_columns_in_its_last_line() -> None:
+    rows = [Row("gloo_fp32", 2.0, 1.0, None, 10**6, None, 1e-8)]
+    arguments = argparse.Namespace(rate=None, mib=1, ranks=2, repeats=1)
+    title, heads, *_, legend = table(arguments, rows).splitlines()
+    assert title.startswith("all-reduce of 1 MiB of float32 on 2 ranks, over loopback")
+    for head in ("speed-up", "x limit", "MB sent", "on the wire", "error"):
+        assert head in heads
+        assert f"{head}: " in legend
 
 
 def test_where_not_root_one_line_says_so(

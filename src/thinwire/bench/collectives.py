@@ -26,6 +26,10 @@ from thinwire.bench.processes import RankFailed, run_processes
 from thinwire.usage import Parser, whole_number
 
 DEFAULT_FORMATS = "fp8_e4m3,fp8_e5m2,bf16"
+LEGEND = (
+    "speed-up: over gloo_fp32; x limit: seconds / (sent / rate); MB sent: per rank and call; "
+    "on the wire: by its interface; error: relative"
+)
 STARTING_SECONDS = 300.0  # imports, and kernels that are compiled for the first time
 
 
@@ -101,7 +105,7 @@ def table(arguments: argparse.Namespace, rows: list[Row]) -> str:
             f"{row.name:<12}{row.seconds:>9.3f}{row.speedup_vs_fp32:>9.2f}x{limit:>9}"
             f"{row.sent_bytes / 1e6:>9.2f}{wire:>13}{row.error:>10.1e}"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, LEGEND]) + "\n"
 
 
 def _row(measured: Measured, baseline: Measured, rate: int | None) -> Row:
