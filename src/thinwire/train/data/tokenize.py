@@ -140,15 +140,29 @@ def _parser() -> argparse.ArgumentParser:
         "none: the Python standard library's sources")  # fmt: skip
     add("--out", metavar="DIR", help="where to write")
     add("--overwrite", action="store_true", help="replace the shards that are there")
-    add("--tokenizer", default=defaults.tokenizer, help="'bytes', or a Hugging Face id or directory")
+    add(
+        "--tokenizer",
+        default=defaults.tokenizer,
+        help="'bytes', or a Hugging Face id or directory (default: %(default)s)",
+    )
     add("--trust-remote-code", action="store_true", help="let a tokenizer run code that comes with it")
-    add("--text-key", default=defaults.text_key, help="column that holds the text (default: text)")
+    add("--text-key", default=defaults.text_key, help="column that holds the text (default: %(default)s)")
     add("--dataset", help="a `datasets` name or directory instead of FILES")
     add("--dataset-config", help="its configuration, where it has several")
-    add("--dataset-split", default=defaults.dataset_split, help="its split to read (default: train)")
-    add("--validation-fraction", type=float, default=defaults.validation_fraction, help="share to hold out")
-    add("--sequence-length", type=int, default=defaults.sequence_length, help="refuse text shorter than this")
-    add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens per file")
+    add("--dataset-split", default=defaults.dataset_split, help="its split to read (default: %(default)s)")
+    add(
+        "--validation-fraction",
+        type=float,
+        default=defaults.validation_fraction,
+        help="share to hold out (default: %(default)s)",
+    )
+    add(
+        "--sequence-length",
+        type=int,
+        default=defaults.sequence_length,
+        help="refuse text shorter than this (default: %(default)s)",
+    )
+    add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens per file (default: %(default)s)")
     add("--json", action="store_true", help="one JSON object on stdout")
     add("--check", metavar="DIR", help="only compare the shards in DIR with their checksums")
     return parser
