@@ -23,6 +23,11 @@ class CollectiveError(RuntimeError):
     """A collective failed or timed out. The message names this rank, the op, the slots and who is missing."""
 
 
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether torch raised this because a collective failed, perhaps by the end of another rank."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+
+
 def describe(what: str, error: Exception, *, rank: int, ranks: Sequence[int], group_name: str) -> str:
     """One line: `what` failed on `rank`, for which reason, and which of the `ranks` of the group do not answer.
 

@@ -2,6 +2,7 @@
 
 command      arguments -> config -> launch (or torchrun) -> worker -> exit code; output: the run's directory
 loop         the training loop; run: its parts put together; progress, metrics: what it counts and tells
+files        written whole or not at all
 model        Hugging Face models; optimizer: AdamW, Muon and the learning rate
 data/        text and tokenizers to batches of samples, and their order
 checkpoint/  the state of a run to files and back; export to a Hugging Face directory

@@ -27,6 +27,7 @@ import transformers
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import thinwire as tw
+from thinwire.collectives.failures import is_of_a_collective
 from thinwire.train.checkpoint.checkpointer import CheckpointError
 from thinwire.train.config import ConfigError, TrainConfig, uses_cuda
 from thinwire.train.data.samples import DataError
@@ -165,8 +166,7 @@ def _guarded(body: Callable[[], str], *, debug: bool, speak: bool = False) -> st
 
 def _is_of_a_peer(error: BaseException) -> bool:
     """Whether communication failed, so that the cause may be another rank's end."""
-    gloo = type(error) is RuntimeError and "gloo" in str(error)  # torch's own, outside of a link's collectives
-    return gloo or isinstance(error, tw.CollectiveError | dist.DistError)
+    return isinstance(error, tw.CollectiveError) or is_of_a_collective(error)
 
 
 def _end_with(life: Connection) -> None:

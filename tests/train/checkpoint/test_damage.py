@@ -56,10 +56,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: (d / "manifest.json").write_text("[1]"),
         r"manifest.json is not one of a check",
     ),
+    "a manifest of brackets": (
+        lambda d: (d / "manifest.json").write_text("[" * 100_000),
+        r"manifest.json cannot be read \(.*recursion.*\)",
+    ),
     "an edited manifest": (lambda d: _edit(d, position=7), r"manifest.json has another checksum than when it was"),
     "the manifest of another step": (
         lambda d: shutil.copy(d.parent / "step-00000001" / "manifest.json", d),
-        r"manifest.json is of step 1, not of this directory's",
+        r"manifest.json is of step 1, its directory is not",
     ),
     "an empty directory": (lambda d: [path.unlink() for path in d.iterdir()], r"manifest.json is missing"),
 }

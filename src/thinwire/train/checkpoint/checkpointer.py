@@ -123,7 +123,7 @@ class Checkpointer:
         """Wait, then give the process group back. Raises nothing: call `wait` to learn how a save ended."""
         try:
             self.wait()
-        except CheckpointError as error:
+        except Exception as error:
             logger.error("%s", error)
         self._thread.shutdown()
         if self._owned:

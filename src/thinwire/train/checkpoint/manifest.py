@@ -63,13 +63,13 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Raises `Damaged` where there is none or it makes no sense, `CheckpointError` for a newer format."""
+        """Raises `Damaged` where there is none or it is not what was written, `CheckpointError` for a newer format."""
         path = directory / MANIFEST
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise Damaged(f"{MANIFEST} is missing") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise Damaged(f"{MANIFEST} cannot be read ({error})") from None
         if not isinstance(content, dict) or "sha256" not in content:
             raise Damaged(f"{MANIFEST} is not one of a checkpoint (it has no checksum)")
@@ -91,7 +91,7 @@ class Manifest:
             raise Damaged(f"{MANIFEST} is not one of a checkpoint (format_version {version}, {len(sizes)} files)")
         named = _COMMITTED.fullmatch(directory.name)  # a copy to export from may have any name
         if named and int(named[1]) != manifest.step:
-            raise Damaged(f"{MANIFEST} is of step {manifest.step}, not of this directory's")
+            raise Damaged(f"{MANIFEST} is of step {manifest.step}, its directory is not")
         return manifest
 
     def verify(self, directory: Path, *, part: int = 0, parts: int = 1) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from thinwire.collectives.failures import describe
+from thinwire.collectives.failures import describe, is_of_a_collective
 from thinwire.train.checkpoint.manifest import CheckpointError
 
 
@@ -53,7 +53,7 @@ class Ranks:
         except CheckpointError:
             raise
         except RuntimeError as error:
-            if self.group is None or not _is_of_a_collective(error):
+            if self.group is None or not is_of_a_collective(error):
                 raise CheckpointError(f"{what}: {one_line(error)}") from error
             ranks, name = dist.get_process_group_ranks(self.group), self.group.group_name
             line = describe(what, error, rank=ranks[self.rank], ranks=ranks, group_name=name)
@@ -64,7 +64,3 @@ def one_line(error: BaseException) -> str:
     """The first line of an error; its kind too unless it speaks for itself."""
     line = (str(error).strip().splitlines() or [""])[0]
     return line if line and isinstance(error, OSError) else f"{type(error).__name__}: {line}"
-
-
-def _is_of_a_collective(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
