@@ -26,7 +26,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.data_parallel.link import Link
-from thinwire.reducers.views import laid_as
+from thinwire.reducers.views import with_strides_of
 
 ATTRIBUTE = "_thinwire_trampoline"
 
@@ -67,8 +67,7 @@ class Trampoline:
         # An error must not travel through this future, whose value DDP's C++ reads: `_finish` raises it.
         averaged.add_done_callback(lambda _: result.set_result(buffer))
         if bucket.is_last():
-            finish = self._finish(self.link, time.perf_counter())
-            _queue(lambda: _queue(finish))
+            _after_ddp(self._finish(self.link, time.perf_counter()))
         return result
 
     def _plain(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -80,15 +79,12 @@ class Trampoline:
         return future.then(lambda f: f.value()[0])
 
     def _gradients(self, bucket: dist.GradBucket) -> dict[str, Tensor]:  # type: ignore[name-defined]
-        """The bucket's gradients by name, in the strides in which DDP laid them: those of their parameters.
-
-        Empty ones, and those of parameters frozen all along, are left out.
-        """
+        """The bucket's gradients by name; empty ones, and those of parameters frozen all along, left out."""
         named = {}
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
             name, _ = self._parameters[id(parameter)]
             if name in self.averaged:
-                named[name] = laid_as(parameter, gradient)
+                named[name] = with_strides_of(parameter, gradient)
             elif parameter.requires_grad and parameter.numel():
                 raise ValueError(
                     f"{name!r} takes gradients now but was frozen when the link was attached: "
@@ -151,5 +147,8 @@ def trampoline_of(ddp: DistributedDataParallel, parameters: dict[str, nn.Paramet
     return trampoline
 
 
-def _queue(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+def _after_ddp(callback: Callable[[], None]) -> None:
+    """Call back at the end of this backward pass, after DDP: its own callback is queued when the last hook has
+    returned, so this one, queued earlier, queues `callback` behind it."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))

@@ -131,7 +131,7 @@ class Link:
             self._wire.close()
 
     def begin(self, *, shadow: bool = False) -> None:
-        """Open a reduction (the call site does this before its first bucket).
+        """For the call site, before its first bucket: open a reduction.
 
         `shadow`: this rank has no gradients of its own and may hold old parameters.
         """
@@ -141,12 +141,12 @@ class Link:
         self.reducer.begin()
 
     def raise_error(self) -> None:
-        """Raise the CollectiveError that broke the wire, if anything did."""
+        """For the call site, after its last bucket: raise the CollectiveError that broke the wire, if any did."""
         if self._wire.error is not None:
             raise self._wire.error
 
     def expose(self, since: float) -> None:
-        """Count the time from `since` (time.perf_counter) until now as exposed communication."""
+        """For the call site: count the time since `since` (time.perf_counter) as exposed communication."""
         self.exposed_seconds += time.perf_counter() - since
 
     def _place(self) -> dict[str, int]:

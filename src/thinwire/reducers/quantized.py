@@ -116,11 +116,11 @@ class Quantized:
             )
         compiled = format.compiled(CHUNK)
         for numel in (CHUNK, CHUNK // 2 + format.block):  # full chunks, and tails of any length
-            _try(compiled, numel, wire.device)
+            _compile_now(compiled, numel, wire.device)
         return compiled
 
 
-def _try(format: Format, numel: int, device: torch.device) -> None:
+def _compile_now(format: Format, numel: int, device: torch.device) -> None:
     """Encode and decode zeros, so that nothing is compiled in the middle of a step, while peers wait."""
     spans = (numel // format.block * format.block,)
     values = torch.zeros(spans, device=device)

@@ -62,7 +62,7 @@ class BoundReducer(Protocol):
         """Restore a state of the same slots. Raises ValueError naming the slot that does not fit."""
 
     def memory_bytes(self) -> int:
-        """Bytes held on this rank."""
+        """Bytes of buffers and error memory held on this rank."""
 
 
 @runtime_checkable
@@ -70,7 +70,10 @@ class Reducer(Protocol):
     """How a mean is made: a frozen configuration."""
 
     def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundReducer:
-        """Allocate state for `slots` on `wire`. Raises ValueError naming a slot that it cannot reduce."""
+        """Allocate state for `slots` on `wire`. All ranks bind alike, in one order: it may make process groups.
+
+        Raises ValueError naming a slot that it cannot reduce.
+        """
 
     def sent_bytes(self, slots: Sequence[Slot], world_size: int) -> int:
         """Bytes that one rank sends in one reduction of `slots` over `world_size` ranks."""

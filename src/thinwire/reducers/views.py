@@ -17,12 +17,14 @@ def memory_view(tensor: Tensor) -> Tensor:
     return permuted.view(-1) if permuted.is_contiguous() else tensor
 
 
-def laid_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """A contiguous tensor of the shape of `like`, whose numbers lie in the memory order of `like` (as DDP lays
-    the gradient of a channels-last weight), seen in its logical order. One with gaps or overlaps counts as
-    contiguous, to DDP as well."""
-    dense = like.is_contiguous() or _outermost_first(like).is_contiguous()
-    return tensor.as_strided(like.shape, like.stride()) if dense else tensor
+def with_strides_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient as it lies in DDP's bucket, seen in logical order.
+
+    DDP copies the gradient of a channels-last weight into its bucket in the weight's memory order, and hands it
+    to hooks as if it were contiguous. (Where a parameter has gaps or overlaps it is.)
+    """
+    dense = parameter.is_contiguous() or _outermost_first(parameter).is_contiguous()
+    return gradient.as_strided(parameter.shape, parameter.stride()) if dense else gradient
 
 
 def _outermost_first(tensor: Tensor) -> Tensor:
