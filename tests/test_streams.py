@@ -37,6 +37,22 @@ def test_a_command_whose_reader_leaves_ends_without_a_word(command: tuple[str, .
     assert run_ranks(_exit_code_and_complaint, 1, *command) == [(1, "")]
 
 
+def _exit_code_and_complaint_on_a_full_disk() -> tuple[int, str]:
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, 1)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    with redirect_stderr(io.StringIO()) as complaint:
+        code = cli.main(["recipes"])
+        sys.stdout.flush()
+    return code, complaint.getvalue()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
+def test_a_full_disk_is_one_line() -> None:
+    expected = "thinwire: cannot write to standard output: No space left on device\n"
+    assert run_ranks(_exit_code_and_complaint_on_a_full_disk, 1) == [(1, expected)]
+
+
 def _write_on() -> bool:
     _to_a_pipe_that_nobody_reads()
     stdout = streams.Lasting(sys.stdout)

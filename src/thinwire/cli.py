@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `thinwire recipes | head -1`: the reader has what it wanted
         streams.discard(sys.stdout)
         return 1
+    except OSError as error:  # a full disk
+        streams.discard(sys.stdout)
+        return _complain("thinwire", f"cannot write to standard output: {error.strerror or error}", 1)
 
 
 def _run(arguments: list[str]) -> int:
@@ -66,7 +69,7 @@ def _run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return _complain(f"thinwire {name}", "interrupted", 1)
     except (RuntimeError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and not streams.is_read(sys.stdout):
+        if isinstance(error, OSError) and not streams.is_read(sys.stdout):
             raise
         if "--debug" in rest or not _one_line_is_enough(error):
             traceback.print_exc()

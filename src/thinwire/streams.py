@@ -18,10 +18,10 @@ def open_closed_ones() -> None:
 
 
 def is_read(stream: TextIO) -> bool:
-    """Whether what was written there so far found a reader."""
+    """Whether what was written there so far found a reader, or a place."""
     try:
         stream.flush()
-    except BrokenPipeError:
+    except OSError:
         return False
     return True
 

@@ -46,6 +46,7 @@ def test_flags_override_the_file_and_the_file_the_defaults(tmp_path: Path) -> No
 
 def test_resuming_takes_up_the_settings_of_the_run_and_flags_override_them(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(to_toml(replace(TrainConfig(), recipe="ddp", steps=123, seed=9)))
+    (tmp_path / "metrics.jsonl").touch()  # it has begun
     config = parse(["--resume", "--out", str(tmp_path), "--steps", "200"]).config
     assert (config.recipe, config.seed, config.steps, config.resume) == ("ddp", 9, 200, True)
     assert parse(["--out", str(tmp_path)]).config.recipe == TrainConfig().recipe
@@ -109,6 +110,8 @@ def test_a_bad_file_is_refused_by_key(
         ({"resume": True}, "resume: needs --out DIR"),
         ({"checkpoint.keep": 0}, "checkpoint.keep: must be at least 1, got 0"),
         ({"model.name": "no/such-model"}, "model.name: 'no/such-model' is neither a preset (llama-tiny, "),
+        ({"model.name": "~no-such-user"}, "model.name: '~no-such-user' is neither a preset (llama-tiny, "),
+        ({"model.name": "x" * 5000}, "model.name: 'xxxx"),
         ({"model.name": "."}, "model.name: '.' is neither a preset (llama-tiny, "),
     ],
 )

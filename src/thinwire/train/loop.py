@@ -153,7 +153,7 @@ def _steps(
                 "gradient that is not finite; checkpoints of earlier steps are untouched"
             )
         if last and step.bad:
-            _say_what_was_trained(run, progress)
+            _end_in_a_bad_step(run, progress)
         every = config.checkpoint.every
         # In a bad streak nothing is saved: one more checkpoint of a diverged run would displace a good one.
         if last or (every and progress.step % every == 0 and not step.bad):
@@ -225,8 +225,8 @@ def _count(run: Run, progress: Progress, step: Step) -> None:
             )
 
 
-def _say_what_was_trained(run: Run, progress: Progress) -> None:
-    """After a last step that was skipped."""
+def _end_in_a_bad_step(run: Run, progress: Progress) -> None:
+    """Say what the result is, if there is one: a step that was skipped has trained nothing."""
     if progress.skipped_steps == progress.step:
         raise TrainingError(
             f"step {progress.step}: no step of this run had a finite loss and gradient, so nothing was trained"

@@ -12,14 +12,14 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from thinwire.train.config import ConfigError, ModelConfig
-from thinwire.usage import first_line
+from thinwire.train.data.text import local_path
+from thinwire.usage import first_line, shown
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def _load(config: ModelConfig) -> Any:
 @contextmanager
 def _loading(name: str) -> Iterator[str]:
     """Where a model id or directory is; what goes wrong with it is one line that also names the presets."""
-    directory = Path(name).expanduser()
+    directory = local_path(name)
     try:
         if not directory.is_dir():
             _look_up(name)
@@ -154,7 +154,7 @@ def _loading(name: str) -> Iterator[str]:
         close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.8)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(
-            f"model.name: {name!r} is neither a preset ({', '.join(PRESETS)}) nor a loadable model id or "
+            f"model.name: {shown(name)} is neither a preset ({', '.join(PRESETS)}) nor a loadable model id or "
             f"directory: {first_line(error)}{hint}"
         ) from error
 

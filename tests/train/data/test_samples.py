@@ -146,6 +146,7 @@ def test_bytes_per_token_makes_losses_of_different_tokenizers_comparable(tmp_pat
         (DataConfig(validation_fraction=float("nan")), r"data\.validation_fraction: .* got nan"),
         (DataConfig(validation_sequences=0), r"data\.validation_sequences: must be at least 1"),
         (DataConfig(files=("/no/such.txt",)), r"data\.files: '/no/such\.txt' does not exist"),
+        (DataConfig(files=("~no-such-user/a.txt",)), r"data\.files: '~no-such-user/a\.txt' does not exist"),
         (DataConfig(shards="/no/such"), r"data\.shards: /no/such has no index\.json"),
         (DataConfig(tokenizer="no-one/nothing"), r"data\.tokenizer: can't load 'no-one/nothing'"),
     ],

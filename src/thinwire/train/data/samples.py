@@ -11,7 +11,6 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,15 @@ from torch import Tensor
 
 from thinwire.train.data.shards import open_shards
 from thinwire.train.data.store import MemorySink, TokenSink, TokenStore
-from thinwire.train.data.text import Corpus, DataError, from_dataset, from_files, split, standard_library
+from thinwire.train.data.text import (
+    Corpus,
+    DataError,
+    from_dataset,
+    from_files,
+    local_path,
+    split,
+    standard_library,
+)
 from thinwire.train.data.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
 from thinwire.usage import out_of_range
 
@@ -141,7 +148,7 @@ def build_data(config: DataConfig, *, seed: int) -> tuple[TokenData, TokenData]:
     """
     config.check()
     if config.shards is not None:
-        shards = open_shards(Path(config.shards).expanduser())
+        shards = open_shards(local_path(config.shards))
         _check_tokenizer(config, shards.tokenizer)
         tokenizer, corpus_hash = shards.tokenizer, shards.corpus_hash
         train, validation = shards.train, shards.validation

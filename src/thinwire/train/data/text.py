@@ -89,7 +89,7 @@ def from_dataset(name: str, *, config: str | None, split: str, text_key: str) ->
     """A data set that the `datasets` library knows by name, or one in a local directory."""
     import datasets
 
-    saved = Path(name).expanduser()
+    saved = local_path(name)
     try:
         if (saved / "dataset_dict.json").is_file() or (saved / "state.json").is_file():
             data = datasets.load_from_disk(str(saved))  # written by save_to_disk
@@ -111,11 +111,19 @@ def from_dataset(name: str, *, config: str | None, split: str, text_key: str) ->
     )
 
 
+def local_path(name: str) -> Path:
+    """A path in which `~` is a home directory, if there is such a user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
 def expand(patterns: Sequence[str]) -> list[Path]:
     """The files that names, directories and globs stand for, each once."""
     paths: dict[Path, None] = {}
     for pattern in patterns:
-        path = Path(pattern).expanduser()
+        path = local_path(pattern)
         if path.is_dir():
             matches = _walk(path)
         elif path.exists() or path.is_symlink():

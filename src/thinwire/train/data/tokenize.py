@@ -25,7 +25,7 @@ from rich.progress import (
 
 from thinwire.train.data.samples import DataConfig, check_length, encode_corpus, open_corpus
 from thinwire.train.data.shards import SHARD_TOKENS, SPLITS, ShardWriter, open_shards
-from thinwire.train.data.text import Corpus, DataError
+from thinwire.train.data.text import Corpus, DataError, local_path
 from thinwire.train.data.tokenizers import load_tokenizer
 from thinwire.usage import out_of_range
 
@@ -64,7 +64,7 @@ def tokenize(arguments: argparse.Namespace) -> dict[str, Any]:
         raise DataError(wrong)
     tokenizer = load_tokenizer(config.tokenizer, trust_remote_code=config.trust_remote_code)
     corpus = open_corpus(config)
-    out = Path(arguments.out).expanduser()
+    out = local_path(arguments.out)
     with ShardWriter(
         out, tokenizer.info, overwrite=arguments.overwrite, shard_tokens=arguments.shard_tokens
     ) as writer:

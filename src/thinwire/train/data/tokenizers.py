@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.train.data.text import DataError
+from thinwire.train.data.text import DataError, local_path
 from thinwire.usage import first_line
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class HuggingFaceTokenizer:
     def __init__(self, name: str, *, trust_remote_code: bool = False) -> None:
         import transformers
 
-        directory = Path(name).expanduser()
+        directory = local_path(name)
         try:
             self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 str(directory) if directory.is_dir() else name, trust_remote_code=trust_remote_code
