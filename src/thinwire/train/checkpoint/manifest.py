@@ -63,7 +63,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Raises `Damaged` where there is none or it is not what was written, `CheckpointError` for a newer format."""
+        """Raises `Damaged` where there is none or it was changed, `CheckpointError` for a newer format."""
         path = directory / MANIFEST
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
