@@ -14,7 +14,7 @@ from tests.collectives import oracle
 from tests.support.ranks import run_ranks
 from thinwire.collectives import CHUNK, Chunk, Layout, Slot, Wire
 from thinwire.collectives.two_phase import Buffers, TwoPhase
-from thinwire.formats import Cast, BlockScaled, Format, get, names
+from thinwire.formats import BlockScaled, Cast, Format, get, names
 
 SLOTS = (
     Slot("uneven", (33, 47)),
