@@ -1,4 +1,4 @@
-"""FP8 written out in numpy and ml_dtypes: what the formats must agree with, bit for bit."""
+"""The formats written out in numpy and ml_dtypes: what they must agree with, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,58 +11,91 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 
-DTYPES: dict[str, Any] = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+ELEMENTS = ("e4m3", "e5m2", "e2m1", "int8", "int4")
+FLOATS: dict[str, Any] = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
+BITS = {"e4m3": 8, "e5m2": 8, "e2m1": 4, "int8": 8, "int4": 4}
+MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0, "int8": 127.0, "int4": 7.0}
+MANTISSA = {"e4m3": 3, "e5m2": 2, "e2m1": 1}
 TINY = np.float32(1e-30)
 
 
-def exact_scale(amax: Floats, element: str) -> Floats:
-    """amax / max, rounded up to 16 significant bits."""
-    mantissa, exponent = np.frexp(amax * np.float32(1.0 / MAX[element]))
-    scale = np.ldexp(np.ceil(np.ldexp(mantissa.astype(np.float64), 16)), exponent - 16)
-    return special(amax, scale.astype(np.float32))
-
-
-def power_of_two_scale(amax: Floats, element: str) -> Floats:
-    """The smallest power of two s for which amax / s does not exceed the largest value."""
-    exponent = np.full(amax.shape, -140)
-    while (too_small := MAX[element] * np.exp2(exponent.astype(np.float64)) < amax).any():
-        exponent[too_small & (exponent < 128)] += 1
-        if (exponent[too_small] == 128).all():  # inf
-            break
-    return special(amax, np.exp2(exponent.astype(np.float64)).astype(np.float32))
-
-
-def special(amax: Floats, scale: Floats) -> Floats:
-    """1 where amax counts as zero, NaN where it is not finite."""
-    return np.where(np.isfinite(amax), np.where(amax < TINY, np.float32(1.0), scale), np.float32(np.nan))
-
-
-SCALES = {"exact": exact_scale, "rceil": power_of_two_scale}
-
-
-def encode(x: Floats, element: str, scale: str, group: int) -> tuple[Floats, Codes]:
-    """Scales, one per `group` elements, and codes."""
-    groups = x.reshape(-1, group)
+def cast(x: Floats, element: str) -> Codes:
+    """Codes of numbers within ±max, rounded to nearest even."""
     with np.errstate(all="ignore"):
-        s = SCALES[scale](np.abs(groups).max(axis=1), element)
-        scaled = np.clip(groups * (np.float32(1.0) / s)[:, None], -MAX[element], MAX[element])
+        if element in FLOATS:
+            return x.astype(FLOATS[element]).view(np.uint8)
+        return np.rint(x).astype(np.int8).view(np.uint8) & np.uint8(0xFF if element == "int8" else 0x0F)
+
+
+def values(codes: Codes, element: str) -> Floats:
+    """What codes mean."""
+    if element in FLOATS:
+        return codes.view(FLOATS[element]).astype(np.float32)
+    half = 128 if element == "int8" else 8
+    return np.where(codes >= half, codes - np.float32(2 * half), codes).astype(np.float32)
+
+
+def exact_scale(amax: Floats, largest: float) -> Floats:
+    """amax / largest, rounded up to 16 significant bits."""
+    mantissa, exponent = np.frexp(amax * np.float32(1.0 / largest))
+    return np.ldexp(np.ceil(np.ldexp(mantissa.astype(np.float64), 16)), exponent - 16).astype(np.float32)
+
+
+def exponent(amax: Floats, element: str, rule: str) -> npt.NDArray[np.int64]:
+    """The exponent of a power-of-two scale, by the definitions of the rules in exact arithmetic."""
+    a, largest = amax.astype(np.float64), MAX[element]
+    emax = np.floor(np.log2(largest)).astype(np.int64)
+    fraction, log2 = np.frexp(a)  # a = fraction * 2^log2, 0.5 <= fraction < 1
+    floor = log2.astype(np.int64) - 1
+    if rule == "floor":
+        return floor - emax
+    if rule == "ceil":
+        return floor + (fraction > 0.5) - emax
+    if rule == "even":
+        half_a_step = np.exp2(floor - MANTISSA[element] - 1.0)
+        return np.frexp(a + half_a_step)[1] - 1 - emax
+    return floor - emax + (largest * np.exp2((floor - emax).astype(np.float64)) < a)  # rceil
+
+
+def scale(amax: Floats, element: str, rule: str) -> Floats:
+    """Scales of blocks: 1 where amax counts as zero, NaN where it is not finite."""
+    with np.errstate(all="ignore"):
+        if rule == "exact":
+            own = exact_scale(amax, MAX[element])
+        else:
+            finite = np.where(np.isfinite(amax) & (amax > 0), amax, np.float32(1.0))
+            own = np.exp2(exponent(finite, element, rule).astype(np.float64)).astype(np.float32)
+    return np.where(np.isfinite(amax), np.where(amax < TINY, np.float32(1.0), own), np.float32(np.nan))
+
+
+def encode(x: Floats, element: str, rule: str, group: int) -> tuple[Floats, Codes]:
+    """Scales, one per `group` elements, and codes."""
+    blocks = x.reshape(-1, group)
+    with np.errstate(all="ignore"):
+        s = scale(np.abs(blocks).max(axis=1), element, rule)
+        scaled = np.clip(blocks * (np.float32(1.0) / s)[:, None], -MAX[element], MAX[element])
         return s, cast(scaled.reshape(-1), element)
 
 
-def cast(x: Floats, element: str) -> Codes:
-    """Round to nearest even, as ml_dtypes does."""
+def encode_nvfp4(span: Floats) -> tuple[Floats, Codes]:
+    """Products of block and span scale, one per 16 elements, and codes, of one span."""
+    blocks = span.reshape(-1, 16)
+    one, sixth = np.float32(1.0), np.float32(1.0 / 6.0)
     with np.errstate(all="ignore"):
-        return x.astype(DTYPES[element]).view(np.uint8)
+        amax = np.abs(blocks).max(axis=1)
+        largest = amax.max(keepdims=True)
+        s = exact_scale(largest, 6.0 * 448.0)
+        s = np.where(np.isfinite(largest), np.where(largest < TINY, one, s), np.float32(np.nan))
+        v = values(cast(np.minimum(amax * (one / s * sixth), np.float32(448.0)), "e4m3"), "e4m3") * s
+        inverse = np.where(v == 0, np.float32(0.0), one / v)
+        return v, cast(np.clip(blocks * inverse[:, None], -6.0, 6.0).reshape(-1), "e2m1")
 
 
 def decode(scales: Floats, codes: Codes, element: str) -> Floats:
     """code x scale in float32."""
     with np.errstate(all="ignore"):
-        values = codes.view(DTYPES[element]).astype(np.float32).reshape(len(scales), -1)
-        return (values * scales[:, None]).reshape(-1)
-
-
-def is_nan_code(codes: Codes, element: str) -> npt.NDArray[np.bool_]:
-    """Which codes mean NaN (several do)."""
-    return np.isnan(codes.view(DTYPES[element]).astype(np.float32))
+        return (values(codes, element).reshape(len(scales), -1) * scales[:, None]).reshape(-1)

@@ -63,8 +63,9 @@ def _code_e5m2(values: Tensor) -> Tensor:
 def _code_e2m1(values: Tensor) -> Tensor:
     """Round at the spacing of the binade; the code of a magnitude is then that number of spacings, plus the
     codes of the binades below."""
+    values = torch.where(values == values, values, 0.0)  # NaN has no code, and a sign that depends on the device
     magnitude = values.abs()
-    magnitude = torch.where(magnitude < 6.0, magnitude, 6.0)  # NaN too: a defined code under a NaN scale
+    magnitude = torch.where(magnitude < 6.0, magnitude, 6.0)
     low, middle = magnitude < 2.0, magnitude < 4.0
     steps = torch.round(magnitude * torch.where(low, 2.0, torch.where(middle, 1.0, 0.5)))
     below = torch.where(low, 0.0, torch.where(middle, 2.0, 4.0))

@@ -36,8 +36,8 @@ class Format(Protocol):
     def encode(self, x: Tensor, out: Tensor, *, spans: Spans, key: Tensor | None = None) -> None:
         """Encode `x`, float32 `(sum(spans),)`, into `out`, uint8 `(nbytes(spans),)`: scales, then codes.
 
-        `key` is the 0-d seed of stochastic rounding; deterministic formats ignore it. A non-finite value
-        makes at least itself, at most its whole span, non-finite after decoding.
+        `key`, int32 `(len(spans),)`, seeds stochastic rounding; deterministic formats ignore it. A non-finite
+        value makes at least itself, at most its whole span, non-finite after decoding.
         """
 
     def decode(self, buffer: Tensor, out: Tensor, *, spans: Spans) -> None:

@@ -147,9 +147,7 @@ class BlockScaled:
         """The counters of stochastic rounding, int32 (blocks, block); nothing for rounding to nearest."""
         if self.rounding == "nearest":
             return ()
-        if key is None:
-            raise ValueError(f"{self.name} rounds stochastically: encode needs key=, one int32 per span")
-        return (counters(key, spans).view(-1, self.block),)
+        return (counters(self.name, key, spans).view(-1, self.block),)
 
 
 # Kernels. Arguments: x, float32 (blocks, block); scale, float32 (blocks,); codes (blocks, block); draws, int32

@@ -4,11 +4,12 @@ A scale is `amax / max`. *Exact* scales are rounded up to 16 significant bits, s
 in float32 for codes of up to 8 bits and a fused multiply-add cannot change a bit. *Power-of-two* scales
 travel as one E8M0 byte (exponent + 127, NaN = 255); decoding only moves the exponent. Four rules for them:
 
-    rceil   2^ceil(log2(amax / max)): the smallest that holds amax; encoding a decoded block gives the same bytes
+    rceil   2^ceil(log2(amax / max)): the smallest that holds amax
     floor   2^(floor(log2 amax) - emax): the OCP standard's; the largest magnitudes may saturate
     ceil    2^(ceil(log2 amax) - emax)
     even    floor, after rounding amax to the element's mantissa
 
+Under each of them what was decoded is encoded without error, so a second hop costs nothing.
 A block whose amax is below 1e-30 counts as zero: its scale is 1. (With error feedback the residual of an
 unused row decays to denormals, and 1 / scale would overflow.) A block that holds inf or NaN has the scale
 NaN, so every rank sees it.
