@@ -142,11 +142,17 @@ class TwoPhase:
         """
         decoded = self.buffers.take(chunk.stop - chunk.start, torch.float32)
         self.format.decode(encoded, decoded, spans=chunk.spans)
-        for segment in chunk.segments if delivered else ():
-            if segment.place.slot.dtype != torch.float32:
-                part = decoded[segment.column : segment.column + segment.length]
-                part.copy_(part.to(segment.place.slot.dtype))
+        if delivered:
+            round_to_slots(decoded, chunk)
         torch.sub(exact, decoded, out=out)
         if self.loss_scale != 1.0:
             out.mul_(1.0 / self.loss_scale)
         self.buffers.give(decoded)
+
+
+def round_to_slots(values: Tensor, chunk: Chunk) -> None:
+    """Round float32 values of a chunk to what its slots' dtypes hold, in place."""
+    for segment in chunk.segments:
+        if segment.place.slot.dtype != torch.float32:
+            part = values[segment.column : segment.column + segment.length]
+            part.copy_(part.to(segment.place.slot.dtype))

@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from thinwire.collectives import CHUNK, Chunk, Layout, Slot, Wire
 from thinwire.collectives.pipeline import Task
-from thinwire.collectives.two_phase import Buffers, Deliver, TwoPhase
+from thinwire.collectives.two_phase import Buffers, Deliver, TwoPhase, round_to_slots
 from thinwire.formats import Format, get
 from thinwire.formats.kernels import can_compile
 from thinwire.reducers.alone import BoundAlone
@@ -239,6 +239,8 @@ class BoundQuantized:
             window = region.window(outputs, chunk, owner, whole=whole)
             mean = self._buffers.take(chunk.stop - chunk.start, torch.float32) if window is None else window
             write(mean)
+            if whole:
+                round_to_slots(mean, chunk)  # a mean may be finite in float32 and not in a slot's dtype
             if self._wire.keeps_memory:
                 self._watch.see(mean)
             if window is None:
