@@ -12,6 +12,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,docs,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/oracles torchao
 	touch $(STAMP)
 
 train: install

@@ -3,6 +3,19 @@
 from thinwire import recipes
 from thinwire.collectives import CollectiveError
 from thinwire.data_parallel import Link, attach
+from thinwire.geometry import GIFT, Hadamard
 from thinwire.reducers import After, Dense, Local, Quantized, Routed
 
-__all__ = ["After", "CollectiveError", "Dense", "Link", "Local", "Quantized", "Routed", "attach", "recipes"]
+__all__ = [
+    "GIFT",
+    "After",
+    "CollectiveError",
+    "Dense",
+    "Hadamard",
+    "Link",
+    "Local",
+    "Quantized",
+    "Routed",
+    "attach",
+    "recipes",
+]

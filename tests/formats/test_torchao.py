@@ -7,6 +7,9 @@ finite has its own scale byte here.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,13 +24,15 @@ INF = torch.tensor(float("inf"))
 
 
 @pytest.fixture(scope="module")
-def torchao() -> SimpleNamespace:
-    """Its functions; importing them takes seconds, so not where tests are collected."""
+def torchao() -> Iterator[SimpleNamespace]:
+    """Its functions, from beside the environment (see `make install`); importing them takes seconds."""
+    sys.path.append(str(Path(sys.prefix, "oracles")))
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import to_mx
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
-    return SimpleNamespace(to_mx=to_mx, nvfp4_quantize=nvfp4_quantize, rules=ScaleCalculationMode)
+    yield SimpleNamespace(to_mx=to_mx, nvfp4_quantize=nvfp4_quantize, rules=ScaleCalculationMode)
+    sys.path.pop()
 
 
 def outlier(n: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from tests.reducers.gradients import UNEVEN, bind, equal, gradients, plain, reduce
 from tests.support.ranks import run_ranks
 from thinwire.collectives import CHUNK, Slot, Wire
+from thinwire.geometry import GIFT, Hadamard
 from thinwire.reducers import After, BoundReducer, Dense, Local, Quantized, Reducer, Routed
 
 REDUCERS: tuple[Reducer, ...] = (
@@ -27,6 +28,9 @@ REDUCERS: tuple[Reducer, ...] = (
     ),
     After(3, Quantized("fp8_e5m2", feedback="error")),
     After(1, Routed(Quantized("fp8_e4m3_span", feedback="error"))),
+    Quantized("nvfp4", feedback="error", geometry=GIFT(rank=8)),
+    Routed(Quantized("int4", feedback="error", geometry=GIFT(rank=4, sides="both", refresh_every=2))),
+    Quantized("int4_span", feedback="error", geometry=Hadamard(32)),
 )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from thinwire.usage import first_line
+
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 3.0
@@ -35,8 +37,7 @@ def describe(what: str, error: Exception, *, rank: int, ranks: Sequence[int], gr
     """
     missing = _silent(rank, ranks, group_name)
     who = f"; no answer from rank {', '.join(map(str, missing))}" if missing else ""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"rank {rank}: {what}{who}: {reason}"
+    return f"rank {rank}: {what}{who}: {first_line(error)}"
 
 
 def _silent(rank: int, ranks: Sequence[int], group_name: str) -> list[int]:

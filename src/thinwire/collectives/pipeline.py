@@ -79,6 +79,7 @@ class Pipeline:
     def __init__(self, device: torch.device, explain: Explain) -> None:
         self.busy_seconds = 0.0
         self.error: Exception | None = None
+        """What broke the wire, here or in its control traffic; every later job fails with it."""
         self._explain = explain
         self._device = device
         self._waiting: deque[tuple[Job, Task]] = deque()  # submitted tasks not yet started

@@ -80,7 +80,7 @@ class Wire:
 
     @property
     def error(self) -> Exception | None:
-        """What broke this wire on its worker, if anything did; nothing can be submitted after it."""
+        """What broke this wire, if anything did; nothing can be submitted after it."""
         return self._pipeline.error
 
     def submit(
@@ -106,10 +106,13 @@ class Wire:
         self._record("all_to_all", "scatter", send.numel(), send.numel())
         return Pending("scatter", "all_to_all", work)
 
-    def all_gather(self, out: Tensor, send: Tensor) -> Pending:
-        """Start gathering `send`, uint8 (nbytes,), of every rank into `out`, (W, nbytes). Sends (W-1) nbytes."""
+    def all_gather(self, out: Tensor, send: Tensor, *, counted_as: str = "gather") -> Pending:
+        """Start gathering `send`, uint8 (nbytes,), of every rank into `out`, (W, nbytes).
+
+        Sends (W-1) nbytes, which the ledger counts as those of the phase `counted_as`.
+        """
         work = dist.all_gather_single(out.view(-1), send, group=self.phase("gather"), async_op=True)
-        self._record("all_gather", "gather", send.numel(), (self.world_size - 1) * send.numel())
+        self._record("all_gather", counted_as, send.numel(), (self.world_size - 1) * send.numel())
         return Pending("gather", "all_gather", work)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
@@ -124,7 +127,7 @@ class Wire:
             try:
                 dist.all_reduce(tensor, op=op, group=self._phases[CONTROL])
             except RuntimeError as error:
-                raise self._fail("all_reduce", "control values", error) from error
+                raise self._fail_control("all_reduce", error) from error
             sent = all_reduce_bytes(tensor.nbytes, self.world_size)
             self._record("all_reduce", CONTROL, tensor.nbytes, sent)
         return tensor
@@ -137,7 +140,7 @@ class Wire:
         try:
             dist.all_gather_single(out.view(-1), tensor.view(-1), group=self._phases[CONTROL])
         except RuntimeError as error:
-            raise self._fail("all_gather", "control values", error) from error
+            raise self._fail_control("all_gather", error) from error
         self._record("all_gather", CONTROL, tensor.nbytes, (self.world_size - 1) * tensor.nbytes)
         return out
 
@@ -151,6 +154,11 @@ class Wire:
 
     def _record(self, op: str, phase: str, payload: int, sent: int) -> None:
         self.ledger.record(op, phase=phase, scope=self.scope, payload_bytes=payload, sent_bytes=sent)
+
+    def _fail_control(self, op: str, error: Exception) -> CollectiveError:
+        """As `_fail`, for a collective that the worker does not see."""
+        self._pipeline.error = failure = self._fail(op, "control values", error)
+        return failure
 
     def _fail(self, op: str, label: str, error: Exception) -> CollectiveError:
         """The error that callers see. No phase of this wire is of use any more."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from thinwire.collectives import Slot
+from thinwire.reducers.coordinates import Coordinates
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
     State,
@@ -32,10 +33,18 @@ class BoundAlone:
 
     replicas: Literal["identical", "drift"] = "identical"
 
-    def __init__(self, slots: Sequence[Slot], device: torch.device, *, keeps: bool) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        device: torch.device,
+        *,
+        keeps: bool,
+        coordinates: Coordinates | None = None,
+    ) -> None:
         self._slots = {slot.name: slot for slot in slots}
         self._device = device
         self._keeps = keeps
+        self._coordinates = coordinates
         self._reductions = 0
         self._loss_scale = 1.0
         self._owed: dict[str, Tensor] = {}
@@ -76,15 +85,19 @@ class BoundAlone:
         state = new_state(self._reductions)
         for name, slot in self._slots.items() if self._keeps else ():
             owed = self._owed.get(name)
-            state[f"residual.{name}"] = (
-                torch.zeros(slot.shape, device=self._device) if owed is None else owed.clone()
-            )
-        return state
+            residual = torch.zeros(slot.shape, device=self._device) if owed is None else owed.clone()
+            if self._coordinates is not None:
+                residual = self._coordinates.forward(name, residual)
+            state[f"residual.{name}"] = residual
+        return state | (self._coordinates.geometry.state_dict() if self._coordinates else {})
 
     def load_state_dict(self, state: State) -> None:
         reductions = reductions_in(state)
         residuals = residuals_in(state, self._slots if self._keeps else {})
         self._settle()
+        if self._coordinates is not None:
+            self._coordinates.geometry.load_state_dict(state)
+            residuals = {name: self._coordinates.inverse(name, owed) for name, owed in residuals.items()}
         self._owed = {name: residual.to(self._device) for name, residual in residuals.items() if residual.any()}
         self._reductions = reductions
 

@@ -21,10 +21,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.futures import Future
 
@@ -33,7 +35,9 @@ from thinwire.collectives.pipeline import Task
 from thinwire.collectives.two_phase import Buffers, Deliver, TwoPhase, round_to_slots
 from thinwire.formats import Format, get
 from thinwire.formats.kernels import can_compile
+from thinwire.geometry import Geometry, Place
 from thinwire.reducers.alone import BoundAlone
+from thinwire.reducers.coordinates import Coordinates, matrix_shapes, wire_slots
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
     BoundReducer,
@@ -69,6 +73,9 @@ class Quantized:
     feedback: Feedback = "none"
     """"error" keeps what the encodings leave out and adds it to the next reduction."""
 
+    geometry: Geometry | None = None
+    """The coordinates in which matrices are encoded, such as `tw.GIFT()`; None: their own."""
+
     compile: bool | None = None
     """Fuse the kernels with torch.compile (same bits); None: from 8 Mi elements on, where a compiler is found."""
 
@@ -84,17 +91,27 @@ class Quantized:
                     f"Quantized needs float32, bfloat16 or float16, got {slot.dtype} for {slot.name!r}; "
                     "send it through Dense() with Routed"
                 )
+        format = get(self.format)
+        if wire.world_size > 1:
+            format = self._executable(slots, wire)
+        coordinates = None
+        if self.geometry is not None:
+            place = Place(wire.rank, wire.world_size, wire.device, partial(round_trip, format))
+            coordinates = Coordinates(self.geometry.bind(matrix_shapes(slots), place), slots)
         if wire.world_size == 1:
-            return BoundAlone(slots, wire.device, keeps=self.feedback == "error")
-        return BoundQuantized(self, slots, wire, self._executable(slots, wire))
+            return BoundAlone(slots, wire.device, keeps=self.feedback == "error", coordinates=coordinates)
+        return BoundQuantized(self, slots, wire, format, coordinates)
 
     def sent_bytes(self, slots: Sequence[Slot], world_size: int) -> int:
         """As if all slots were sent in one call: buckets only change the padding of chunks to 16 bytes."""
         if world_size == 1 or not slots:
             return 0
-        format = get(self.format)
+        format, refreshes = get(self.format), 0
+        if self.geometry is not None:
+            refreshes = self.geometry.sent_bytes(matrix_shapes(slots), world_size)
+            slots = wire_slots(slots)
         chunks = Layout(tuple(slots), world_size, format.block).chunks
-        return 2 * (world_size - 1) * sum(format.nbytes(chunk.spans) for chunk in chunks)
+        return 2 * (world_size - 1) * sum(format.nbytes(chunk.spans) for chunk in chunks) + refreshes
 
     def _executable(self, slots: Sequence[Slot], wire: Wire) -> Format:
         format = get(self.format)
@@ -120,6 +137,17 @@ class Quantized:
         return compiled
 
 
+def round_trip(format: Format, matrix: Tensor) -> Tensor:
+    """What is left of a matrix, float32, after it was encoded and decoded as the layout would cut it."""
+    padded = -(-matrix.numel() // format.block) * format.block
+    flat = F.pad(matrix.reshape(-1), (0, padded - matrix.numel()))
+    spans = tuple(len(part) for part in flat.split(CHUNK // format.block * format.block))
+    encoded = torch.empty(format.nbytes(spans), dtype=torch.uint8, device=flat.device)
+    format.encode(flat, encoded, spans=spans)
+    format.decode(encoded, flat, spans=spans)
+    return flat[: matrix.numel()].view(matrix.shape)
+
+
 def _compile_now(format: Format, numel: int, device: torch.device) -> None:
     """Encode and decode zeros, so that nothing is compiled in the middle of a step, while peers wait."""
     spans = (numel // format.block * format.block,)
@@ -135,9 +163,18 @@ class BoundQuantized:
 
     replicas: Literal["identical", "drift"] = "identical"
 
-    def __init__(self, config: Quantized, slots: Sequence[Slot], wire: Wire, format: Format) -> None:
+    def __init__(
+        self,
+        config: Quantized,
+        slots: Sequence[Slot],
+        wire: Wire,
+        format: Format,
+        coordinates: Coordinates | None,
+    ) -> None:
         self._wire = wire
         self._format = format
+        self._coordinates = coordinates
+        slots = wire_slots(slots) if coordinates else slots
         self._slots = {slot.name: slot for slot in slots}
         self._keeps = config.feedback == "error"
         self._reductions = 0
@@ -156,15 +193,18 @@ class BoundQuantized:
     def begin(self) -> None:
         self._settle()
         self._reductions += 1
+        if self._coordinates is not None:
+            self._coordinates.geometry.open(self._reductions)
 
     def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
         check_tensors(named, self._slots)
         if not named:
             return done(self._wire.device)
         region = self._open_region(tuple(named))
-        outputs = region.fill(named)
+        travelling = self._enter(named)
+        outputs = region.fill(travelling)
         step = self._two_phase(region, weight).all_reduce
-        return self._submit(region, step, outputs, whole=True)
+        return self._submit(region, step, outputs, partial(self._leave, region, travelling, named))
 
     def reduce_scatter(
         self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
@@ -173,11 +213,17 @@ class BoundQuantized:
         if not named:
             return done(self._wire.device)
         region = self._open_region(tuple(named))
-        pieces = region.pieces(out)
-        region.fill(named)
+        if self._coordinates is not None and self._coordinates.geometry.mixes_rows:
+            raise ValueError("reduce_scatter shards rows, which this geometry mixes: use sides='right'")
+        region.fill(self._enter(named))
+        travelling = {
+            name: torch.empty_like(piece, dtype=torch.float32) if self._changes(name) else piece
+            for name, piece in out.items()
+        }
+        pieces = region.pieces(travelling)
         self._agree = self._wire.keeps_memory  # only its owner sees the mean of a piece
         step = self._two_phase(region, weight).reduce_scatter
-        return self._submit(region, step, pieces, whole=False)
+        return self._submit(region, step, pieces, partial(self._leave, None, travelling, out), whole=False)
 
     def finite(self) -> bool:
         self._wait()
@@ -205,6 +251,8 @@ class BoundQuantized:
                 residual = torch.zeros(slot.shape, dtype=torch.float32, device=self._wire.device)
                 self._home(name).read_residual(name, residual)
                 state[f"residual.{name}"] = residual
+        if self._coordinates is not None:
+            state |= self._coordinates.geometry.state_dict()
         return state
 
     def load_state_dict(self, state: State) -> None:
@@ -215,12 +263,15 @@ class BoundQuantized:
                 "saved with chunks of %d elements, now %d: per-span scales change", state["chunk"], CHUNK
             )
         self._settle()
+        if self._coordinates is not None:
+            self._coordinates.geometry.load_state_dict(state)
         for name, residual in residuals.items():
             self._home(name).write_residual(name, residual)
         self._reductions = reductions
 
     def memory_bytes(self) -> int:
-        return sum(region.nbytes for region in self._regions.values()) + self._buffers.nbytes
+        geometry = self._coordinates.geometry.memory_bytes() if self._coordinates else 0
+        return sum(region.nbytes for region in self._regions.values()) + self._buffers.nbytes + geometry
 
     def _region(self, slots: Sequence[Slot]) -> Region:
         layout = Layout(tuple(slots), self._wire.world_size, self._format.block)
@@ -233,7 +284,13 @@ class BoundQuantized:
         )
 
     def _submit(
-        self, region: Region, step: Callable[[Chunk, Deliver], Task], outputs: dict[str, Staged], *, whole: bool
+        self,
+        region: Region,
+        step: Callable[[Chunk, Deliver], Task],
+        outputs: dict[str, Staged],
+        leave: Callable[[], None],
+        *,
+        whole: bool = True,
     ) -> Future[None]:
         def deliver(chunk: Chunk, owner: int, write: Callable[[Tensor], object]) -> None:
             window = region.window(outputs, chunk, owner, whole=whole)
@@ -251,8 +308,58 @@ class BoundQuantized:
             self._wire.lend(staged.flat)
         key = region.key
         tasks = [step(chunk, deliver) for chunk in region.layout.chunks]
-        self._open[key] = self._wire.submit(tasks, label(key), lambda: region.write_back(outputs))
+
+        def finish() -> None:
+            region.write_back(outputs)
+            leave()
+
+        self._open[key] = self._wire.submit(tasks, label(key), finish)
         return self._open[key]
+
+    def _enter(self, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self._coordinates is None:
+            return named
+        for tensor in named.values():
+            self._wire.lend(tensor)  # `_leave` writes them
+        return self._coordinates.enter(named, self._loss_scale)
+
+    def _changes(self, name: str) -> bool:
+        return self._coordinates is not None and self._coordinates.changes(name)
+
+    def _leave(self, region: Region | None, travelling: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """From wire coordinates into the tensors of the caller; what their dtype rounds away is owed."""
+        for name, tensor in out.items():
+            if self._coordinates is not None and self._coordinates.changes(name):
+                lost = self._coordinates.leave(name, travelling[name], tensor.detach())
+                if lost is not None and region is not None:
+                    region.owe(name, lost, 1.0 / self._loss_scale)
+
+    def _refresh(self) -> None:
+        """Carry what owners found out about their matrices to all ranks, and change coordinates together."""
+        if self._coordinates is None:
+            return
+        geometry = self._coordinates.geometry
+        payload = geometry.payload()
+        if payload is None or not payload.numel():
+            return
+        world_size = self._wire.world_size
+        payloads = payload.new_empty(world_size, payload.numel())
+
+        def task() -> Task:
+            yield self._wire.all_gather(
+                payloads.view(torch.uint8), payload.view(torch.uint8), counted_as="refresh"
+            )
+
+        self._wire.submit([task()], "coordinates").wait()
+        geometry.install(payloads, self._rebase)
+
+    def _rebase(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        """What is owed of a slot, in new coordinates."""
+        if self._keeps and self._coordinates is not None:
+            region = self._home(name)
+            residual = torch.zeros(self._slots[name].shape, dtype=torch.float32, device=self._wire.device)
+            region.read_residual(name, residual)
+            region.write_residual(name, self._coordinates.rebase(name, residual, change))
 
     def _open_region(self, key: tuple[str, ...]) -> Region:
         """The region of these slots. Slots that were reduced in other company before bring their residual."""
@@ -287,3 +394,4 @@ class BoundQuantized:
         self._open.clear()
         self._watch.reset()
         self._agree = False
+        self._refresh()

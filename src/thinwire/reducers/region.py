@@ -93,6 +93,14 @@ class Region:
             for name in names:
                 self._columns(self.work, name).copy_(self._columns(self.residual, name))
 
+    def owe(self, name: str, values: Tensor, scale: float) -> None:
+        """Add this rank's piece of `values`, float32 of the slot's elements, times `scale`, to what is pending."""
+        if self.residual is not None:
+            place = self._places[name]
+            start, length = self._rank * place.piece, place.length(self._rank)
+            own = self.work[self._rank, place.offset : place.offset + length]
+            own.add_(values.reshape(-1)[start : start + length], alpha=scale)
+
     def read_residual(self, name: str, out: Tensor) -> None:
         """Copy the residual of a slot into `out`, float32 of the slot's shape."""
         if self.residual is not None:

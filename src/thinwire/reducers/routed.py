@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.futures import Future, collect_all
 
@@ -136,17 +137,19 @@ def _both(futures: Sequence[Future[None]], wire: Wire) -> Future[None]:
         return futures[0]
     if not futures:
         return done(wire.device)
-    both: Future[None] = Future(devices=[wire.device] if wire.device.type == "cuda" else [])
+    on_cuda = wire.device.type == "cuda"
+    both: Future[None] = Future(devices=[wire.device] if on_cuda else [])
 
     def finish(_: Future[list[Future[None]]]) -> None:
-        """Pass an error on as it is: `then` would wrap it in another type."""
+        """Pass an error on as it is: `then` would wrap it in another type. On CUDA this stream waits for the
+        parts' streams, and whoever waits for the result, a tensor as a future needs there, for this stream."""
         try:
             for future in futures:
-                future.value()
+                future.wait()
         except Exception as error:
             both.set_exception(error)  # type: ignore[arg-type]  # torch annotates T
         else:
-            both.set_result(None)
+            both.set_result(torch.empty(0, device=wire.device) if on_cuda else None)  # type: ignore[arg-type]
 
     collect_all(list(futures)).add_done_callback(finish)
     return both

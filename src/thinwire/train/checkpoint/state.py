@@ -33,7 +33,8 @@ from thinwire.train.checkpoint.saved import Saved, json_value
 
 logger = logging.getLogger(__name__)
 
-_RESIDUAL = "residual."  # in the key of an error memory
+_RESIDUAL = "residual."  # in the key of an error memory, and
+_GEOMETRY = "geometry."  # of coordinates, which are the same on all ranks
 _PLACE = ("rank", "world_size")  # whose state it is: known where it is loaded
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -195,7 +196,7 @@ def _check_link(saved: Saved, rows: Mapping[str, Tensor], ranks: Ranks) -> None:
         return
     for key, (shape, dtype) in saved.index.items():
         if key.startswith("link."):
-            if _RESIDUAL not in key:
+            if not any(kind in key for kind in (_RESIDUAL, _GEOMETRY)):
                 raise CheckpointError(
                     f"{saved.name} was saved on {saved.world_size} ranks, now {ranks.size}, "
                     f"and {key} cannot be split anew"
@@ -205,7 +206,8 @@ def _check_link(saved: Saved, rows: Mapping[str, Tensor], ranks: Ranks) -> None:
 
 
 def _share_out(saved: Saved, rows: dict[str, Tensor], ranks: Ranks) -> None:
-    """Set every error memory to 1/W' of the sum over the ranks that saved it, added in their order."""
+    """Set every error memory to 1/W' of the sum over the ranks that saved it, added in their order, and the
+    coordinates that it is in."""
     kept = [key for key in saved.index if key.startswith("link.") and key in rows]
     lost = [key for key in saved.index if key.startswith("link.") and key not in rows]
     batch: dict[str, Tensor] = {}
@@ -215,6 +217,9 @@ def _share_out(saved: Saved, rows: dict[str, Tensor], ranks: Ranks) -> None:
         if key == kept[-1] or sum(tensor.nbytes for tensor in batch.values()) >= _READ_AT_ONCE:
             saved.read(batch)
             for name, old in batch.items():
+                if _GEOMETRY in name:
+                    rows[name].copy_(old[0])
+                    continue
                 for row in old:
                     rows[name] += row
                 rows[name] /= ranks.size
@@ -226,7 +231,7 @@ def _share_out(saved: Saved, rows: dict[str, Tensor], ranks: Ranks) -> None:
             saved.name,
             saved.world_size,
             ranks.size,
-            len(kept),
+            sum(_RESIDUAL in key for key in kept),
         )
         if lost:
             logger.warning("%s: no place here for %s, dropped", saved.name, ", ".join(lost))

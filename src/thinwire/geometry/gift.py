@@ -1,0 +1,365 @@
+"""GIFT: gradients in coordinates in which few bits suffice (arXiv 2607.07494), with options that go beyond it.
+
+Every matrix has an *owner*, a rank that finds its coordinates from its own data alone: what must be equal on all
+ranks is the geometry, not the statistic. On a refresh reduction the owner
+
+    1. measures, on its own gradient, the error of a round trip through the format: without a geometry, and with
+       the one in use under several dampings; chooses the best, or none
+    2. blends the second moment of its gradient's rows into the one in use
+    3. fits coordinates to it (`whitening.py`) and sends them to all ranks, which install them together:
+       what was seen in reduction t takes effect at t+1
+
+So damping and choice are measured on gradients that the coordinates were not fitted to. Refreshes come at
+reductions 1, 2, 3, 5, 9, 17, ... (gradients change fast at first), then every `refresh_every`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from thinwire.geometry.geometry import BoundGeometry, Place, Rebase, Shapes
+from thinwire.geometry.moments import Moment, new_moment
+from thinwire.geometry.whitening import Whitening, whitening
+
+Select: TypeAlias = Literal["auto", "all"] | tuple[str, ...] | Callable[[str], bool]
+
+DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)
+"""What is tried where no damping is set."""
+
+_FIRST_DAMPING = 1e-1  # until there is a measurement
+_WORTHWHILE = 0.95  # of the plain error: above, the coordinates stay as they are
+_MEASURED_ROWS = 1024  # rows of a gradient that a round trip is measured on
+_HEAD = 4  # numbers before a matrix's coordinates: active, errors without and with them, cosine
+
+
+@dataclass(frozen=True)
+class GIFT:
+    """Whitened coordinates of rank `rank` plus diagonal.
+
+    Per refresh the owner of a matrix of n columns sends 4 ((rank + 1) n + rank + 1) bytes and a few to each
+    other rank, once more with n rows for `sides="both"`. Each change of coordinates costs 4 rows n rank
+    floating-point operations on every rank.
+    """
+
+    rank: int = 32
+    """Leading directions that are scaled one by one."""
+    power: float = 0.5
+    """Of the second moment: 1/2 makes the error smallest, 1 is the paper's."""
+    sides: Literal["right", "both"] = "right"
+    """"both" also changes the coordinates of columns, by rows: for whole matrices only, not for shards of rows."""
+    refresh_every: int = 50
+    """Reductions between refreshes."""
+    decay: float = 0.5
+    """Weight of the second moment in use when a new one is blended in."""
+    damping: float | None = None
+    """Added to the diagonal, in units of its mean. None: chosen by measurement."""
+    select: Select = "auto"
+    """Which matrices: "auto" measures at every refresh, "all", names and globs, or a predicate of the name."""
+    freeze_after: int | None = None
+    """Reductions after which nothing is refreshed any more."""
+
+    def __post_init__(self) -> None:
+        for key, value, fine in [
+            ("rank", self.rank, self.rank >= 1),
+            ("power", self.power, 0 < self.power <= 1),
+            ("sides", self.sides, self.sides in ("right", "both")),
+            ("refresh_every", self.refresh_every, self.refresh_every >= 1),
+            ("decay", self.decay, 0 <= self.decay < 1),
+            ("damping", self.damping, self.damping is None or 0 < self.damping < float("inf")),
+            ("freeze_after", self.freeze_after, self.freeze_after is None or self.freeze_after >= 1),
+        ]:
+            if not fine:
+                raise ValueError(f"GIFT {key} cannot be {value!r}; see its description")
+
+    def bind(self, shapes: Shapes, place: Place) -> BoundGeometry:
+        if isinstance(self.select, tuple):
+            for pattern in self.select:
+                if not any(fnmatchcase(name, pattern) for name in shapes):
+                    raise ValueError(
+                        f"GIFT select: no matrix is called {pattern!r}; there are {', '.join(shapes)}"
+                    )
+        return BoundGIFT(self, self._selected(shapes), place)
+
+    def sent_bytes(self, shapes: Shapes, world_size: int) -> int:
+        """An all_gather of the largest payload every `refresh_every` reductions."""
+        if self.freeze_after is not None or world_size == 1 or not shapes:
+            return 0
+        place = Place(0, world_size, torch.device("cpu"), lambda matrix: matrix)
+        payload = 4 * BoundGIFT(self, self._selected(shapes), place).payload_length
+        return (world_size - 1) * payload // self.refresh_every
+
+    def due(self, reduction: int) -> bool:
+        """Whether reduction number `reduction`, from 1, refreshes."""
+        if self.freeze_after is not None and reduction > self.freeze_after:
+            return False
+        past = reduction - 1
+        early = past < self.refresh_every and past & (past - 1) == 0  # 0, 1, 2, 4, 8, ...
+        return early or past % self.refresh_every == 0
+
+    def _selected(self, shapes: Shapes) -> Shapes:
+        return {name: shape for name, shape in shapes.items() if self._selects(name) and min(shape) > 1}
+
+    def _selects(self, name: str) -> bool:
+        if isinstance(self.select, tuple):
+            return any(fnmatchcase(name, pattern) for pattern in self.select)
+        return self.select(name) if callable(self.select) else True
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Of one matrix: a whitening of its rows and, with both sides, one of its columns."""
+
+    sides: tuple[Whitening, ...]
+    active: bool
+    """Whether they are used; if not, they are kept to be measured again."""
+    error: float = float("nan")
+    """Of a round trip, relative to the gradient, at the last refresh."""
+    plain_error: float = float("nan")
+    """The same without coordinates."""
+    cosine: float = float("nan")
+    """Between the gradient and what was left of it."""
+
+    def forward(self, matrix: Tensor) -> Tensor:
+        u = self.sides[0].forward(matrix)
+        return u if len(self.sides) == 1 else self.sides[1].forward(u.T).T.contiguous()
+
+    def inverse(self, matrix: Tensor) -> Tensor:
+        g = matrix if len(self.sides) == 1 else self.sides[1].inverse(matrix.T).T
+        return self.sides[0].inverse(g)
+
+    def damped(self, damping: float) -> Coordinates:
+        return replace(self, sides=tuple(side.damped(damping) for side in self.sides))
+
+
+class BoundGIFT:
+    """The coordinates of all matrices, and the moments of those that this rank owns."""
+
+    def __init__(self, config: GIFT, shapes: Shapes, place: Place) -> None:
+        self._config = config
+        self._place = place
+        self._lengths = {
+            name: (columns, rows) if config.sides == "both" else (columns,)
+            for name, (rows, columns) in shapes.items()
+        }
+        self._owners = _share_out({n: self._size(n) for n in shapes}, place.world_size)
+        self._coordinates: dict[str, Coordinates] = {}
+        self._moments: dict[str, tuple[Moment, ...]] = {}
+        self._measured: dict[str, Coordinates] = {}
+        self._refreshing = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name, coordinates in self._coordinates.items() if coordinates.active)
+
+    @property
+    def mixes_rows(self) -> bool:
+        return self._config.sides == "both"
+
+    @property
+    def coordinates(self) -> Mapping[str, Coordinates]:
+        """What is installed, by matrix."""
+        return self._coordinates
+
+    def forward(self, name: str, matrix: Tensor) -> Tensor:
+        return self._coordinates[name].forward(matrix)
+
+    def inverse(self, name: str, matrix: Tensor) -> Tensor:
+        return self._coordinates[name].inverse(matrix)
+
+    def open(self, reduction: int) -> None:
+        self._refreshing = self._config.due(reduction)
+
+    def see(self, name: str, gradient: Tensor) -> None:
+        if not self._refreshing or self._owners.get(name) != self._place.rank:
+            return
+        if name in self._coordinates:
+            self._measured[name] = self._best(self._coordinates[name], gradient)
+        if name not in self._moments:
+            self._moments[name] = tuple(
+                new_moment(n, self._rank(n), self._place.device) for n in self._lengths[name]
+            )
+        for moment, rows in zip(self._moments[name], (gradient, gradient.T)):
+            moment.add(rows)
+
+    def payload(self) -> Tensor | None:
+        if not self._refreshing:
+            return None
+        device = self._place.device
+        payload = torch.zeros(self.payload_length, device=device)
+        for name, start in self._starts(self._place.rank):
+            coordinates = self._refreshed(name)
+            if coordinates is not None:
+                packed = _pack(coordinates)
+                payload[start : start + len(packed)] = packed
+        self._moments.clear()
+        self._measured.clear()
+        return payload
+
+    def install(self, payloads: Tensor, rebase: Rebase) -> None:
+        self._refreshing = False
+        for owner in range(self._place.world_size):
+            for name, start in self._starts(owner):
+                packed = payloads[owner, start : start + self._size(name)]
+                self._change(name, self._unpack(name, packed), rebase)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            f"geometry.{name}": _pack(self._coordinates[name])
+            if name in self._coordinates
+            else torch.zeros(self._size(name), device=self._place.device)
+            for name in self._lengths
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self._lengths:
+            packed = state.get(f"geometry.{name}")
+            if packed is None or packed.shape != (self._size(name),):
+                raise ValueError(f"the reducer state has no coordinates for {name!r} that fit this GIFT")
+        self._coordinates.clear()
+        for name in self._lengths:
+            coordinates = self._unpack(name, state[f"geometry.{name}"].to(self._place.device))
+            if coordinates is not None:
+                self._coordinates[name] = coordinates
+        self._moments.clear()
+        self._measured.clear()
+        self._refreshing = False
+
+    def memory_bytes(self) -> int:
+        return sum(4 * self._size(name) for name in self._coordinates)
+
+    # -- finding coordinates -------------------------------------------------------------------------------
+
+    def _best(self, coordinates: Coordinates, gradient: Tensor) -> Coordinates:
+        """The coordinates with the damping that loses least of the gradient; active if that is worth it."""
+        step = -(-len(gradient) // _MEASURED_ROWS)
+        sample = gradient if self.mixes_rows else gradient[::step]
+        plain, _ = _loss(sample, self._place.round_trip(sample))
+        dampings = DAMPINGS if self._config.damping is None else (self._config.damping,)
+        best = replace(coordinates, error=float("inf"))
+        for damping in dampings:
+            tried = coordinates.damped(damping)
+            error, cosine = _loss(sample, tried.inverse(self._place.round_trip(tried.forward(sample))))
+            if error < best.error:
+                best = replace(tried, error=error, cosine=cosine)
+        worthwhile = self._config.select != "auto" or best.error < _WORTHWHILE * plain
+        return replace(best, active=worthwhile, plain_error=plain)
+
+    def _refreshed(self, name: str) -> Coordinates | None:
+        """The next coordinates of an owned matrix: those in use where nothing was seen or nothing usable."""
+        current = self._measured.get(name, self._coordinates.get(name))
+        moments = self._moments.get(name)
+        if moments is None:
+            return current
+        sides = []
+        for index, moment in enumerate(moments):
+            rank = self._rank(self._lengths[name][index])
+            split = moment.split(rank)
+            if split is None:
+                return current
+            damping = self._config.damping or _FIRST_DAMPING
+            if current is not None:
+                earlier = current.sides[index]
+                damping = earlier.damping
+                if self._config.decay > 0:
+                    moment.blend(earlier.factor, earlier.rest, self._config.decay)
+                    split = moment.split(rank)
+                    if split is None:
+                        return current
+            factor, rest = split
+            sides.append(whitening(factor, rest, damping=damping, power=self._config.power))
+        if current is None:
+            return Coordinates(tuple(sides), active=True)
+        return replace(current, sides=tuple(sides))
+
+    def _change(self, name: str, new: Coordinates | None, rebase: Rebase) -> None:
+        if new is None:
+            return
+        old = self._coordinates.get(name)
+        self._coordinates[name] = new
+        leave = old is not None and old.active
+        if leave or new.active:
+
+            def change(u: Tensor) -> Tensor:
+                g = old.inverse(u) if old is not None and leave else u
+                return new.forward(g) if new.active else g
+
+            rebase(name, change)
+
+    # -- payloads ------------------------------------------------------------------------------------------
+
+    def _rank(self, n: int) -> int:
+        return min(self._config.rank, n)
+
+    def _size(self, name: str) -> int:
+        """Numbers that a matrix's coordinates take: head, and per side V, energy, D, damping."""
+        return _HEAD + sum((self._rank(n) + 1) * n + self._rank(n) + 1 for n in self._lengths[name])
+
+    def _starts(self, owner: int) -> Iterator[tuple[str, int]]:
+        """The matrices of an owner and where they start in its payload."""
+        start = 0
+        for name, rank in self._owners.items():
+            if rank == owner:
+                yield name, start
+                start += self._size(name)
+
+    @property
+    def payload_length(self) -> int:
+        """Numbers in every rank's payload: as many as in the longest."""
+        sums = [0] * self._place.world_size
+        for name, owner in self._owners.items():
+            sums[owner] += self._size(name)
+        return max(sums)
+
+    def _unpack(self, name: str, packed: Tensor) -> Coordinates | None:
+        active, plain_error, error, cosine = packed[:_HEAD].tolist()
+        start, sides = _HEAD, []
+        for n in self._lengths[name]:
+            rank = self._rank(n)
+            vectors, energy, diagonal, damping = packed[start : start + (rank + 1) * n + rank + 1].split(
+                [n * rank, rank, n, 1]
+            )
+            start += (rank + 1) * n + rank + 1
+            if not damping.item() > 0:  # nothing was found yet
+                return None
+            sides.append(
+                Whitening(
+                    vectors.view(n, rank).clone(),
+                    energy.clone(),
+                    diagonal.clone(),
+                    damping.item(),
+                    self._config.power,
+                )
+            )
+        return Coordinates(tuple(sides), bool(active), error, plain_error, cosine)
+
+
+def _pack(coordinates: Coordinates) -> Tensor:
+    head = [float(coordinates.active), coordinates.plain_error, coordinates.error, coordinates.cosine]
+    parts = [coordinates.sides[0].energy.new_tensor(head)]
+    for side in coordinates.sides:
+        parts += [side.vectors.reshape(-1), side.energy, side.diagonal, side.energy.new_tensor([side.damping])]
+    return torch.cat(parts)
+
+
+def _share_out(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """An owner for each matrix, the largest first to whoever has least; in the order of the names."""
+    load = [0] * world_size
+    owners = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        owners[name] = load.index(min(load))
+        load[owners[name]] += sizes[name]
+    return {name: owners[name] for name in sizes}
+
+
+def _loss(exact: Tensor, got: Tensor) -> tuple[float, float]:
+    """Relative error and cosine."""
+    norm = float(exact.norm())
+    if not norm > 0:
+        return 0.0, 1.0
+    return float((got - exact).norm()) / norm, float((got * exact).sum()) / (norm * max(float(got.norm()), 1e-38))

@@ -1,0 +1,229 @@
+"""GIFT alone: who owns what, when it refreshes, what it chooses, and what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.geometry.matrices import distance, dominated, generator, place
+from thinwire.geometry import GIFT, Shapes
+from thinwire.geometry.gift import BoundGIFT
+
+SHAPES: Shapes = {"a": (64, 96), "b": (7, 33), "tall": (300, 20)}
+
+
+def world(config: GIFT, shapes: Shapes = SHAPES, ranks: int = 2, format: str = "nvfp4") -> list[BoundGIFT]:
+    bound = [config.bind(shapes, place(format, rank, ranks)) for rank in range(ranks)]
+    assert all(isinstance(each, BoundGIFT) for each in bound)
+    return bound  # type: ignore[return-value]
+
+
+def gradients(shapes: Shapes = SHAPES, draw: int = 0) -> dict[str, Tensor]:
+    """Of one batch."""
+    named = enumerate(shapes.items())
+    return {name: dominated(*shape, tokens=500, seed=7 * n, draw=draw)[1] for n, (name, shape) in named}
+
+
+def unchanged(name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Nothing is kept in old coordinates."""
+
+
+def refresh(ranks: list[BoundGIFT], reduction: int, named: dict[str, Tensor]) -> Tensor | None:
+    """One reduction in which all ranks see the same gradients; returns the payloads."""
+    for bound in ranks:
+        bound.open(reduction)
+        for name, gradient in named.items():
+            bound.see(name, gradient)
+    payloads = [bound.payload() for bound in ranks]
+    if payloads[0] is None:
+        assert payloads == [None] * len(ranks)
+        return None
+    stacked = torch.stack([p for p in payloads if p is not None])
+    for bound in ranks:
+        bound.install(stacked, unchanged)
+    return stacked
+
+
+def test_all_ranks_hold_the_same_coordinates_bit_for_bit() -> None:
+    ranks = world(GIFT(rank=8), ranks=3)
+    refresh(ranks, 1, gradients())
+    for name, gradient in gradients(draw=1).items():
+        us = [bound.forward(name, gradient) for bound in ranks]
+        assert torch.equal(us[0], us[1])
+        assert torch.equal(us[0], us[2])
+
+
+def test_nothing_changes_before_the_first_refresh() -> None:
+    ranks = world(GIFT())
+    assert ranks[0].names == frozenset()
+    refresh(ranks, 1, gradients())
+    assert ranks[0].names == frozenset(SHAPES)
+
+
+@pytest.mark.parametrize("sides", ["right", "both"])
+@pytest.mark.parametrize("rank", [1, 8, 200])
+def test_inverse_undoes_forward(sides: str, rank: int) -> None:
+    ranks = world(GIFT(rank=rank, sides=sides))  # type: ignore[arg-type]
+    refresh(ranks, 1, gradients())
+    for name, gradient in gradients(draw=1).items():
+        assert distance(ranks[0].inverse(name, ranks[1].forward(name, gradient)), gradient) < 1e-5
+
+
+def test_rows_can_be_changed_apart_unless_both_sides_are() -> None:
+    ranks = world(GIFT(rank=8))
+    refresh(ranks, 1, gradients())
+    gradient = gradients(draw=1)["a"]
+    parts = [ranks[0].forward("a", part) for part in gradient.split(13)]
+    assert distance(torch.cat(parts), ranks[0].forward("a", gradient)) < 1e-6
+    assert not ranks[0].mixes_rows
+    assert world(GIFT(sides="both"))[0].mixes_rows
+
+
+def test_refreshes_come_at_doubling_distances_first() -> None:
+    due = [r for r in range(1, 202) if GIFT(refresh_every=50).due(r)]
+    assert due == [1, 2, 3, 5, 9, 17, 33, 51, 101, 151, 201]
+    assert [r for r in range(1, 202) if GIFT(refresh_every=50, freeze_after=60).due(r)] == due[:8]
+    assert [r for r in range(1, 6) if GIFT(refresh_every=1).due(r)] == [1, 2, 3, 4, 5]
+
+
+def test_between_refreshes_nothing_is_gathered_or_sent() -> None:
+    ranks = world(GIFT())
+    assert refresh(ranks, 4, gradients()) is None
+
+
+def test_a_payload_is_what_the_docstring_says() -> None:
+    """(rank + 1) n + rank + 1 numbers per side and 4 more, on the rank that owns most."""
+    shapes = {"a": (64, 96), "b": (40, 96)}
+    ranks = world(GIFT(rank=8, sides="both"), shapes)
+    payloads = refresh(ranks, 1, gradients(shapes))
+    assert payloads is not None
+    assert payloads.shape == (2, 4 + (9 * 96 + 9) + (9 * 64 + 9))
+
+
+def test_bytes_in_the_long_run_are_one_gather_per_refresh() -> None:
+    shapes = {"a": (64, 96)}
+    assert GIFT(rank=8, refresh_every=10).sent_bytes(shapes, 4) == 3 * 4 * (4 + 9 * 96 + 9) // 10
+    assert GIFT(freeze_after=3).sent_bytes(shapes, 4) == 0
+
+
+@pytest.mark.parametrize("format", ["fp8_e5m2_span", "nvfp4", "int4_span"])
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_the_error_on_a_fresh_gradient_is_much_smaller(format: str, power: float) -> None:
+    shapes = {"w": (256, 512)}
+    ranks = world(GIFT(power=power), shapes, format=format)
+    for reduction in (1, 2):
+        refresh(ranks, reduction, {"w": dominated(draw=reduction)[1]})
+    measured = ranks[0].coordinates["w"]
+    assert measured.active
+    assert measured.error < 0.45 * measured.plain_error
+    assert measured.cosine > 0.99
+
+
+def test_damping_is_chosen_by_measurement_unless_set() -> None:
+    ranks, fixed = world(GIFT()), world(GIFT(damping=0.3))
+    for reduction in (1, 2, 3):
+        refresh(ranks, reduction, gradients(draw=reduction))
+        refresh(fixed, reduction, gradients(draw=reduction))
+    side = ranks[0].coordinates["a"].sides[0]
+    assert side.damping == pytest.approx(1e-3)  # one direction rules: damping only hurts
+    assert fixed[0].coordinates["a"].sides[0].damping == pytest.approx(0.3)
+
+
+def test_a_matrix_that_gains_nothing_keeps_its_own_coordinates() -> None:
+    noise = {"noise": (200, 64), "a": (64, 96)}
+    ranks = world(GIFT(rank=4), noise, format="fp8_e5m2_span")
+    for reduction in (1, 2, 3):
+        named = {**gradients(noise), "noise": torch.randn(200, 64, generator=generator(reduction))}
+        refresh(ranks, reduction, named)
+    assert ranks[0].names == {"a"}
+    assert world(GIFT(select="all"), noise)[0].names == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("select", "chosen"),
+    [(("a", "t*"), {"a", "tall"}), (lambda name: name != "b", {"a", "tall"}), ("all", set(SHAPES))],
+)
+def test_matrices_are_selected_by_name_glob_or_predicate(select: object, chosen: set[str]) -> None:
+    ranks = world(GIFT(select=select))  # type: ignore[arg-type]
+    refresh(ranks, 1, gradients())
+    assert ranks[0].names == chosen
+
+
+def test_a_name_that_is_no_matrix_is_refused() -> None:
+    with pytest.raises(ValueError, match="no matrix is called 'c'; there are a, b, tall"):
+        GIFT(select=("a", "c")).bind(SHAPES, place())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+def test_a_gradient_without_information_leaves_the_coordinates_as_they_are(bad: float) -> None:
+    ranks = world(GIFT(damping=1e-2))
+    refresh(ranks, 1, gradients())
+    before = ranks[0].coordinates["a"].sides[0]
+    refresh(ranks, 2, {name: torch.full(shape, bad) for name, shape in SHAPES.items()})
+    after = ranks[0].coordinates["a"].sides[0]
+    assert torch.equal(after.diagonal, before.diagonal)
+    assert distance(after.factor @ after.factor.T, before.factor @ before.factor.T) < 1e-5
+
+
+def test_a_matrix_that_its_owner_does_not_see_keeps_its_coordinates() -> None:
+    ranks = world(GIFT())
+    refresh(ranks, 1, gradients())
+    before = ranks[0].coordinates["a"].sides[0].vectors
+    refresh(ranks, 2, {"b": gradients(draw=2)["b"]})
+    assert torch.equal(ranks[0].coordinates["a"].sides[0].vectors, before)
+
+
+def test_what_is_kept_is_rebased_exactly() -> None:
+    ranks = world(GIFT(rank=8))
+    refresh(ranks, 1, gradients())
+    residual = torch.randn(64, 96, generator=generator())
+    kept = {"a": ranks[0].forward("a", residual)}
+    for bound in ranks:
+        bound.open(2)
+        for name, gradient in gradients(draw=3).items():
+            bound.see(name, gradient)
+    payloads = torch.stack([p for bound in ranks if (p := bound.payload()) is not None])
+
+    def rebase(name: str, change: Callable[[Tensor], Tensor]) -> None:
+        if name in kept:
+            kept[name] = change(kept[name])
+
+    ranks[0].install(payloads, rebase)
+    assert distance(ranks[0].inverse("a", kept["a"]), residual) < 1e-5
+    assert distance(ranks[0].forward("a", residual), kept["a"]) < 1e-5
+
+
+def test_coordinates_survive_saving_and_loading_bit_for_bit() -> None:
+    config = GIFT(rank=8, sides="both")
+    ranks = world(config)
+    for reduction in (1, 2):
+        refresh(ranks, reduction, gradients(draw=reduction))
+    fresh = config.bind(SHAPES, place())
+    fresh.load_state_dict(ranks[1].state_dict())
+    assert fresh.names == ranks[0].names
+    for name, gradient in gradients(draw=5).items():
+        assert torch.equal(fresh.forward(name, gradient), ranks[0].forward(name, gradient))
+    with pytest.raises(ValueError, match="no coordinates for 'a' that fit this GIFT"):
+        GIFT(rank=9).bind(SHAPES, place()).load_state_dict(ranks[1].state_dict())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"rank": 0},
+        {"power": 0.0},
+        {"power": 1.5},
+        {"sides": "left"},
+        {"refresh_every": 0},
+        {"decay": 1.0},
+        {"damping": 0.0},
+        {"freeze_after": 0},
+    ],
+)
+def test_a_bad_setting_is_refused_with_its_name(arguments: dict[str, object]) -> None:
+    (key,) = arguments
+    with pytest.raises(ValueError, match=f"GIFT {key} cannot be"):
+        GIFT(**arguments)  # type: ignore[arg-type]
