@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
-from tests.data_parallel.toys import MANY_BUCKETS, REDUCERS, layers, numbers, parameter_bits, residuals
+from tests.data_parallel.toys import FP8, MANY_BUCKETS, REDUCERS, layers, numbers, parameter_bits, residuals
 from tests.support.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=2)
@@ -133,3 +133,32 @@ def test_a_nan_in_any_mean_leaves_all_error_memory_as_it_was(
     for rank in nans:
         for step, found in enumerate(rank[f"{reducer} {where}"]):
             assert set(found["kept"].values()) == {step == 2}
+
+
+def _attached_again_after_control_failed() -> tuple[str, str, bool]:
+    """Rank 1 is late for a control collective; what a reduction then says, and whether a new link averages."""
+    store = dist.distributed_c10d._get_default_store()
+    ddp = DDP(layers(20, 10))
+    link = tw.attach(ddp, FP8, timeout=timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 gave up"], timedelta(seconds=30))
+    errors = []
+    bias = {"layers.0.bias": torch.ones(10)}
+    for attempt in (lambda: link.control_all_reduce(torch.ones(1)), lambda: link.reducer.all_reduce(bias)):
+        try:
+            attempt()
+        except tw.CollectiveError as error:
+            errors.append(str(error))
+        store.set(f"rank {dist.get_rank()} gave up", "")
+    link.detach()
+    link = tw.attach(ddp, FP8, timeout=timedelta(seconds=1))
+    ddp(numbers(0, 20)).sum().backward()
+    same = [torch.equal(*link._wire.control_all_gather(p.grad)) for p in ddp.parameters() if p.grad is not None]
+    return errors[0], errors[1], all(same)
+
+
+def test_after_control_traffic_failed_a_reduction_says_so_and_a_new_link_has_connections_of_its_own() -> None:
+    for rank, (control, reduction, averages) in enumerate(run_ranks(_attached_again_after_control_failed, 2)):
+        assert control.startswith(f"rank {rank}: all_reduce of control values failed")
+        assert reduction == control
+        assert averages

@@ -59,16 +59,22 @@ def _attach_ddp(ddp: DistributedDataParallel, reducer: Reducer, timeout: timedel
     slots = _slots(parameters)
     phases = trampoline.phases.setdefault(timeout, {})
     wire = Wire(ddp.process_group, device=_device(parameters), timeout=timeout, phases=phases)
-    check_same_model(wire, slots)
-    check_same_reducer(wire, reducer)
 
-    def detach() -> None:
+    def give_back() -> None:
+        """To plain DDP; a later link must not use process groups whose connections are closed."""
         trampoline.link = None
-        if wire.error is not None:  # its connections are closed
+        if wire.error is not None:
             trampoline.phases.clear()
 
+    try:
+        check_same_model(wire, slots)
+        check_same_reducer(wire, reducer)
+        bound = reducer.bind(slots, wire)
+    except BaseException:
+        give_back()
+        raise
     trampoline.averaged = frozenset(slot.name for slot in slots)
-    trampoline.link = Link(parameters, slots, reducer.bind(slots, wire), wire, on_detach=detach)
+    trampoline.link = Link(parameters, slots, bound, wire, on_detach=give_back)
     return trampoline.link
 
 
