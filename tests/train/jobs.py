@@ -84,8 +84,10 @@ def listen(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
         return function(*args), said.getvalue()
 
 
-def run_job_with_bad_loss(config: TrainConfig, out: Path, rank: int, steps: tuple[int, ...]) -> dict[str, Any]:
-    """Train with a loss that is not a number on one rank in these steps (from 0, one micro-batch each)."""
+def run_job_with_bad_loss(
+    config: TrainConfig, out: Path, rank: int, steps: tuple[int, ...], factor: float = float("nan")
+) -> dict[str, Any]:
+    """Train with the loss times `factor` on one rank in these steps (from 0, one micro-batch each)."""
     import torch.distributed as dist
 
     original, calls = loop.summed_loss, iter(range(10**6))
@@ -94,7 +96,7 @@ def run_job_with_bad_loss(config: TrainConfig, out: Path, rank: int, steps: tupl
         loss = original(model, batch)
         if not model.training:
             return loss
-        return loss * float("nan") if next(calls) in steps and dist.get_rank() == rank else loss
+        return loss * factor if next(calls) in steps and dist.get_rank() == rank else loss
 
     loop.summed_loss = summed_loss
     return run_job(config, out)

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from tests.support.ranks import RankFailed, run_ranks
 from tests.train.jobs import CPU, job, lines, listen, run_job, run_job_until, run_job_with_bad_loss
+from thinwire.data_parallel import Link
 from thinwire.train.checkpoint.checkpointer import checkpoints_in
 from thinwire.train.config import TrainConfig
 from thinwire.train.loop import TrainingError, training_step, validate
@@ -144,6 +145,25 @@ def test_a_loss_that_is_not_a_number_on_one_rank_skips_the_step_on_all(tmp_path:
     assert a["skipped_steps"] == 2
     assert [line["loss"] is None for line in lines(out)] == [False, False, True, True, False, False]
     assert a["final_train_loss"] == lines(out)[-1]["loss"]
+
+
+def _error_memory_of_a_run(config: TrainConfig, out: Path, steps: tuple[int, ...]) -> float:
+    """The largest residual at the end of a run in which rank 1's loss is huge, but finite, in these steps."""
+    states: list[dict[str, Any]] = []
+    detach = Link.detach
+
+    def look(link: Link) -> None:
+        states.append(link.state_dict())
+        detach(link)
+
+    Link.detach = look  # type: ignore[method-assign]
+    run_job_with_bad_loss(config, out, 1, steps, factor=1e25)
+    return max(float(value.abs().max()) for key, value in states[0].items() if "residual" in key)
+
+
+def test_a_step_whose_gradient_norm_alone_overflows_leaves_nothing_in_the_error_memory(tmp_path: Path) -> None:
+    config = job(tmp_path, recipe="fp8-ef", steps=2)
+    assert max(run_ranks(_error_memory_of_a_run, 2, config, tmp_path / "out", (1,))) < 1.0
 
 
 def _log_of_bad_losses(config: TrainConfig, out: Path, steps: tuple[int, ...]) -> tuple[list[str], str]:

@@ -180,7 +180,9 @@ def training_step(run: Run, progress: Progress, stop: Callable[[], bool]) -> Ste
     step = Step(
         float(loss_sum), max(1, int(targets)), gradient_norm(run.model.parameters(), config.optimizer.clip)
     )
-    if not step.bad:
+    if step.bad:
+        run.link.rollback()  # every mean may be finite and the norm of all of them not
+    else:
         set_learning_rate(run.optimizers, learning_rate(progress.step, config))
         for optimizer in run.optimizers:
             optimizer.step()
