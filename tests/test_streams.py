@@ -76,3 +76,14 @@ def _without_stdout() -> tuple[int, bool, bool]:
 
 def test_a_closed_stdout_is_the_null_device_and_no_other_file_takes_its_number() -> None:
     assert run_ranks(_without_stdout, 1) == [(0, True, True)]
+
+
+def test_what_a_killed_progress_bar_leaves_on_a_terminal_is_undone_and_nothing_is_written_elsewhere() -> None:
+    terminal, writing = os.openpty()
+    with os.fdopen(writing, "w") as stream:
+        streams.end_progress_bar(stream)
+        assert os.read(terminal, 100) == b"\r\x1b[K\x1b[?25h"
+    os.close(terminal)
+    elsewhere = io.StringIO()
+    streams.end_progress_bar(elsewhere)
+    assert elsewhere.getvalue() == ""

@@ -33,6 +33,13 @@ def discard(stream: TextIO) -> None:
     os.close(null)
 
 
+def end_progress_bar(stream: TextIO) -> None:
+    """Erase the bar and show the cursor, which a killed process leaves hidden. Nothing where no bar was left."""
+    if stream.isatty():
+        stream.write("\r\x1b[K\x1b[?25h")
+        stream.flush()
+
+
 class Lasting:
     """A stream for telling what goes on, in a process that must outlive whoever listens."""
 

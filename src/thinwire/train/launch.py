@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import elastic_launch
 
-from thinwire.streams import Lasting
+from thinwire.streams import Lasting, end_progress_bar
 from thinwire.train import worker
 from thinwire.train.config import ConfigError, TrainConfig, uses_cuda
 from thinwire.train.local import local_launch, quiet_launcher, use_loopback
@@ -75,6 +75,7 @@ def launch(config: TrainConfig, out: Path, *, debug: bool = False) -> int:
             with forward, stragglers_killed(ties.pids, grace=_GRACE):
                 elastic_launch(elastic, worker.launched)(config, out, ties, debug)
         except ChildFailedError as error:
+            end_progress_bar(sys.stdout)  # of rank 0
             rank, failure = error.get_first_failure()
             ended = f"killed; {resuming(out)}" if forward.killed else describe(rank, failure)
             sys.stderr.write(f"thinwire train: {ended}\n")
