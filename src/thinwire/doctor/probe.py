@@ -27,6 +27,7 @@ from thinwire.doctor.carries import carried_dtypes
 from thinwire.doctor.interfaces import interface_of, interfaces, listening_sockets
 from thinwire.doctor.links import measure_links
 from thinwire.train.local import local_launch, quiet_launcher, use_loopback
+from thinwire.usage import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +70,9 @@ def probe_here() -> Probe:
             results: dict[int, Any] = elastic_launch(config, _probe_in_new_group)()
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
-            return Probe(LOCAL_RANKS, error=f"rank {rank}: {_first_line(failure.message)}")
+            return Probe(LOCAL_RANKS, error=f"rank {rank}: {_gist(failure.message)}")
         except (RuntimeError, OSError) as error:
-            return Probe(LOCAL_RANKS, error=f"the launcher failed: {_first_line(str(error))}")
+            return Probe(LOCAL_RANKS, error=f"the launcher failed: {first_line(error)}")
     found: Probe = results[0]
     return found
 
@@ -82,7 +83,7 @@ def probe_job(local: Local) -> Probe:
         return _probe(local)
     except (RuntimeError, ValueError) as error:
         world = int(os.environ["WORLD_SIZE"])
-        return Probe(world, error=f"rank {os.environ['RANK']}: {_first_line(str(error))}")
+        return Probe(world, error=f"rank {os.environ['RANK']}: {first_line(error)}")
 
 
 def gloo_address() -> dict[str, str | None] | None:
@@ -91,7 +92,7 @@ def gloo_address() -> dict[str, str | None] | None:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's __all__
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     except (RuntimeError, ValueError) as error:
-        logger.info("gloo finds no interface: %s", _first_line(str(error)))
+        logger.info("gloo finds no interface: %s", first_line(error))
         return None
     try:
         return _new_listener()
@@ -146,10 +147,10 @@ def _new_listener() -> dict[str, str | None]:
     return {"interface": interface_of(address, interfaces()) if address else None, "address": address}
 
 
-def _first_line(message: Any) -> str:
-    """The gist of an elastic error message, which is a string or {"message": ..., "extraInfo": ...}."""
-    text = message.get("message", "") if isinstance(message, dict) else str(message)
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+def _gist(message: Any) -> str:
+    """The first line of an elastic error message, which is a string or {"message": ..., "extraInfo": ...}."""
+    text = message.get("message", "") if isinstance(message, dict) else message
+    return str(text).strip().partition("\n")[0] or "no message"
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from thinwire.train.checkpoint.manifest import (
     remove,
     temporary,
 )
-from thinwire.train.checkpoint.ranks import Ranks, one_line
+from thinwire.train.checkpoint.ranks import Ranks, kind_and_line
 from thinwire.train.checkpoint.saved import json_value
 from thinwire.train.checkpoint.state import TrainState, collect, restore, unwrapped
 from thinwire.train.checkpoint.storage import first_failure, open_saved
@@ -184,7 +184,7 @@ class Checkpointer:
             manifest.write(written)
             committed = commit(written, manifest.step)
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
-            return f"rank 0: {one_line(error)}"
+            return f"rank 0: {kind_and_line(error)}"
         size = sum(entry["bytes"] for entry in manifest.files.values())
         logger.info("saved step %d in %s (%.1f MB)", manifest.step, committed, size / 1e6)
         self._prune(committed)

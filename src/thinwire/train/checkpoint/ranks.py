@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.collectives.failures import describe, is_of_a_collective
 from thinwire.train.checkpoint.manifest import CheckpointError
+from thinwire.usage import first_line
 
 
 class Ranks:
@@ -54,13 +55,13 @@ class Ranks:
             raise
         except RuntimeError as error:
             if self.group is None or not is_of_a_collective(error):
-                raise CheckpointError(f"{what}: {one_line(error)}") from error
+                raise CheckpointError(f"{what}: {kind_and_line(error)}") from error
             ranks, name = dist.get_process_group_ranks(self.group), self.group.group_name
             line = describe(what, error, rank=ranks[self.rank], ranks=ranks, group_name=name)
             raise CheckpointError(line) from error
 
 
-def one_line(error: BaseException) -> str:
-    """The first line of an error; its kind too unless it speaks for itself."""
-    line = (str(error).strip().splitlines() or [""])[0]
-    return line if line and isinstance(error, OSError) else f"{type(error).__name__}: {line}"
+def kind_and_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its message; of the system's own errors the line alone."""
+    line, kind = first_line(error), type(error).__name__
+    return line if isinstance(error, OSError) or line == kind else f"{kind}: {line}"

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from torch.distributed.tensor import DTensor
 
 from thinwire.train.checkpoint.manifest import CheckpointError, Manifest, sweep
-from thinwire.train.checkpoint.ranks import Ranks, one_line
+from thinwire.train.checkpoint.ranks import Ranks, kind_and_line
 from thinwire.train.checkpoint.saved import Saved
 
 _FILE_BYTES = 512 << 20
@@ -118,4 +118,4 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def first_failure(error: CheckpointException) -> str:
     """The rank and what it met, in one line."""
     rank, (cause, _) = min(error.failures.items())
-    return f"rank {rank}: {one_line(cause)}"
+    return f"rank {rank}: {kind_and_line(cause)}"
