@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from thinwire.collectives import Slot, Wire
+from thinwire.geometry import Geometry, Hadamard
 from thinwire.reducers import Quantized
 
 STEPS = 60
@@ -34,24 +35,27 @@ def test_nothing_is_lost_whatever_the_parameters_dtype(dtype: torch.dtype) -> No
     assert max(run_ranks(_lost_per_step, 2, dtype)) < 1e-4
 
 
-def _after_an_overflow() -> dict[str, bool]:
+def _after_an_overflow(geometry: Geometry | None) -> dict[str, bool]:
     """What is owed makes a mean that float32 holds and float16 does not."""
-    bound = Quantized("fp8_e4m3", feedback="error").bind([Slot("w", (4096,), torch.float16)], Wire())
+    shape = (32, 128)
+    reducer = Quantized("fp8_e4m3", feedback="error", geometry=geometry)
+    bound = reducer.bind([Slot("w", shape, torch.float16)], Wire())
+    bound.load_state_dict({**bound.state_dict(), "residual.w": torch.full(shape, 5000.0)})
 
-    def mean_of(gradient: torch.Tensor) -> torch.Tensor:
+    def mean_of(gradient: float) -> torch.Tensor:
+        named = {"w": torch.full(shape, gradient, dtype=torch.float16)}
         bound.begin()
-        bound.all_reduce({"w": gradient}).wait()
-        return gradient
+        bound.all_reduce(named).wait()
+        return named["w"]
 
-    largest = torch.finfo(torch.float16).max
-    rounded_down = torch.full((4096,), 58400.0, dtype=torch.float16)
-    rounded_down[::128] = largest  # so the codes nearby are 56146 and 60825
-    mean_of(rounded_down)
-    overflows = bool(mean_of(torch.full((4096,), largest, dtype=torch.float16)).isinf().any())
+    overflows = bool(mean_of(60000.0).isinf().any())
     seen = not bound.finite()
-    return {"overflows": overflows, "seen": seen, "next is finite": bool(mean_of(rounded_down).isfinite().all())}
+    return {"overflows": overflows, "seen": seen, "next is finite": bool(mean_of(-1000.0).isfinite().all())}
 
 
-def test_a_mean_too_large_for_the_parameters_dtype_is_not_finite_and_spoils_no_error_memory() -> None:
+@pytest.mark.parametrize("geometry", [None, Hadamard(seed=None)], ids=["as it is", "in other coordinates"])
+def test_a_mean_too_large_for_the_parameters_dtype_is_not_finite_and_spoils_no_error_memory(
+    geometry: Geometry | None,
+) -> None:
     expected = {"overflows": True, "seen": True, "next is finite": True}
-    assert run_ranks(_after_an_overflow, 2) == [expected] * 2
+    assert run_ranks(_after_an_overflow, 2, geometry) == [expected] * 2

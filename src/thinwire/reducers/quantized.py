@@ -332,6 +332,7 @@ class BoundQuantized:
             if self._coordinates is not None and self._coordinates.changes(name):
                 lost = self._coordinates.leave(name, travelling[name], tensor.detach())
                 if lost is not None and region is not None:
+                    self._watch.see(lost)  # not finite where the tensor's dtype cannot hold the mean
                     region.owe(name, lost, 1.0 / self._loss_scale)
 
     def _refresh(self) -> None:
