@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import RankFailed, run_ranks
 from thinwire.collectives import CollectiveError, Slot, Wire
+from thinwire.collectives.failures import describe
 from thinwire.collectives.wire import abort_nccl
 from thinwire.reducers import BoundReducer, Dense, Quantized, Reducer, Routed
 
@@ -97,6 +98,12 @@ def test_control_traffic_names_the_dead_rank_too() -> None:
     assert re.match(
         r"CollectiveError\|rank 0: all_reduce of control values failed; no answer from rank 1: ", message
     ), message
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_where_the_process_group_is_destroyed_the_failure_is_told_without_asking_who_is_alive() -> None:
+    line = describe("all_reduce failed", RuntimeError("no group"), rank=0, ranks=[0, 1], group_name="gone")
+    assert line == "rank 0: all_reduce failed: no group"
 
 
 class StandInGroup:

@@ -64,7 +64,7 @@ def _ask_store(rank: int, ranks: Sequence[int], group_name: str) -> list[int]:
         while missing and time.monotonic() < deadline:
             missing -= {other for other in missing if store.check([f"{key}/{other}"])}
             time.sleep(0.05)
-    except RuntimeError as error:  # the store lives in a process that may be the dead one
+    except (RuntimeError, ValueError) as error:  # its process may be the dead one, or the group is destroyed
         logger.debug("the store cannot tell which rank failed: %s", error)
         return []
     return sorted(missing)
