@@ -12,6 +12,8 @@ def test_every_op_of_a_format_gets_a_row(capsys: pytest.CaptureFixture[str]) -> 
         (name, op) for name in ("bf16", "fp8_e4m3") for op in ("encode", "decode", "decode_add")
     ]
     assert all(row["same_bits"] and row["ratio_to_copy"] > 0 for row in rows)
+    assert [row["bytes_per_element"] for row in rows] == [2.0] * 3 + [1.0312] * 3
+    assert [row["error"] for row in rows] == pytest.approx([0.00166] * 3 + [0.0265] * 3, rel=0.05)
 
 
 def test_an_unknown_format_is_answered_with_the_names(capsys: pytest.CaptureFixture[str]) -> None:

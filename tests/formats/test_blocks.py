@@ -143,6 +143,8 @@ def test_finite_values_up_to_2_to_the_127_stay_finite(name: str) -> None:
         ("fp8_e5m2_pow2", 0.0528),
         ("mxfp8", 0.0266),
         ("mxfp8_floor", 0.0292),
+        ("mxfp8_ceil", 0.0266),
+        ("mxfp8_even", 0.0277),
         ("mxfp8_e5m2", 0.0528),
         ("mxfp8_e5m2_floor", 0.0539),
         ("nvfp4", 0.095),

@@ -34,7 +34,7 @@ def awkward(n: int) -> torch.Tensor:
     return x
 
 
-ONE_OF_EACH_KERNEL = ("fp8_e4m3", "fp8_e5m2_pow2", "fp8_e4m3_span", "mxfp4", "int4", "int4_span")
+ONE_OF_EACH_KERNEL = ("fp8_e4m3", "mxfp8_e5m2_floor", "fp8_e4m3_span", "mxfp4", "int4", "int4_span")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,12 @@ def test_a_format_passes_through() -> None:
     format = BlockScaled("e4m3", block=64)
     assert get(format) is format
     assert format.name == "fp8_e4m3_64"
+
+
+def test_the_docs_list_every_format() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(listed) == sorted(names())
 
 
 def test_formats_that_differ_have_names_that_differ() -> None:

@@ -1,4 +1,4 @@
-"""`thinwire bench formats`: what encoding costs, as a multiple of copying the same tensor.
+"""`thinwire bench formats`: what formats keep of standard normal numbers, and what encoding costs.
 
 For every format and op, on one thread: the median time of the compiled kernel into existing buffers over the
 median time of `copy_` of as many float32 numbers, the two timed alternately; and whether the compiled bits
@@ -28,6 +28,9 @@ class Row:
     op: str
     ratio_to_copy: float
     same_bits: bool
+    bytes_per_element: float
+    error: float
+    """Of the decoded numbers, over the norm of the numbers, which are standard normal."""
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +58,8 @@ def main(argv: list[str]) -> int:
             rows.append(row)
             if not arguments.json:
                 same = "" if row.same_bits else "  compiled and eager bits DIFFER"
-                print(f"{row.format:18} {row.op:11} {row.ratio_to_copy:6.2f} x copy{same}", flush=True)
+                kept = f"{row.bytes_per_element:7.4f} bytes  error {row.error:.4f}"
+                print(f"{row.format:18} {kept}  {row.op:11} {row.ratio_to_copy:6.2f} x copy{same}", flush=True)
     if arguments.json:
         print(json.dumps({"mib": arguments.mib, "threads": 1, "rows": [asdict(row) for row in rows]}))
     return 0 if all(row.same_bits for row in rows) else 1
@@ -84,10 +88,14 @@ def measure(format: Format, *, numel: int, repeats: int) -> list[Row]:
         "decode_add": lambda: compiled.decode_add(buffer, target, spans=spans),
     }
     rows = []
+    format.encode(x, buffer, spans=spans)
+    format.decode(buffer, target, spans=spans)
+    error = float((target - x).norm() / x.norm())
+    kept = {"bytes_per_element": round(buffer.numel() / numel, 4), "error": round(error, 5)}
     for name, op in ops.items():
         same = torch.equal(bits(compiled, name), bits(format, name))
         ratio = _ratio(op, lambda: target.copy_(x), repeats)
-        rows.append(Row(format.name, name, round(ratio, 3), same))
+        rows.append(Row(format.name, name, round(ratio, 3), same, **kept))
     return rows
 
 

@@ -36,7 +36,8 @@ class NVFP4:
     """E2M1 under two scales: 0.5625 bytes per element."""
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Stochastic rounding is unbiased and needs keys. With error feedback nearest is better."""
+    """Stochastic rounding needs keys. It is unbiased, but that a block whose scale was rounded down loses up to a
+    17th of its largest magnitudes. With error feedback nearest is better."""
 
     run: Run = field(default=Eager(), repr=False, compare=False)
     """How kernels run; see `compiled`."""

@@ -47,7 +47,8 @@ class BlockScaled:
     magnitude; "floor" (the OCP standard's), "ceil" and "even" differ where it is rounded or cut off."""
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Stochastic rounding is unbiased and needs keys. With error feedback nearest is better."""
+    """Stochastic rounding needs keys. It is unbiased where the scale saturates nothing. With error feedback nearest
+    is better."""
 
     run: Run = field(default=Eager(), repr=False, compare=False)
     """How kernels run; see `compiled`."""
@@ -174,8 +175,13 @@ def _code_blocks(
     if draws is not None:
         values = round_stochastically(values, element.spacing(values), draws)
     if draws is not None or rule in scales.SATURATING:
-        values = values.clamp(-element.max, element.max)  # keeps NaN
+        values = _saturated(values, element.max)
     codes.copy_(element.code(values))
+
+
+def _saturated(values: Tensor, largest: float) -> Tensor:
+    """Like clamp, but a NaN keeps its bits, compiled too."""
+    return torch.where(values > largest, largest, torch.where(values < -largest, -largest, values))
 
 
 def _decode_blocks(codes: Tensor, scale: Tensor, out: Tensor, *, element: Element, rule: scales.Rule) -> None:
