@@ -23,6 +23,7 @@ from tests.train.jobs import CPU, job, lines, listen, run_job, run_job_until, ru
 from thinwire.data_parallel import Link
 from thinwire.train.checkpoint.checkpointer import checkpoints_in
 from thinwire.train.config import TrainConfig
+from thinwire.train.data.samples import build_data
 from thinwire.train.loop import TrainingError, training_step, validate
 from thinwire.train.progress import Progress
 from thinwire.train.run import assemble, count_targets, fetch, summed_loss, throw_away_step
@@ -268,6 +269,22 @@ def test_a_checkpoint_of_a_later_step_than_the_run_is_refused(tmp_path: Path) ->
     run_ranks(run_job, 1, config, out)
     with pytest.raises(RankFailed, match="the newest checkpoint is of step 6, after the last of --steps 5"):
         run_ranks(run_job, 1, replace(config, resume=True, steps=5), out)
+
+
+def test_resuming_takes_other_optimizer_settings_but_holds_out_the_same_text(tmp_path: Path) -> None:
+    out, config = tmp_path / "out", job(tmp_path, steps=2)
+    run_ranks(run_job, 1, config, out)
+    changed = job(tmp_path, steps=3, resume=True, optimizer_weight_decay=0.7, optimizer_beta2=0.5)
+    run_ranks(run_job, 1, changed, out)
+    manifest = json.loads((checkpoints_in(out / "checkpoints")[0] / "manifest.json").read_text())
+    (adamw,) = manifest["state"]["optimizer"]["optimizers"]
+    assert [group["numbers"]["weight_decay"] for group in adamw["groups"]] == [0.7, 0.0]
+    assert [group["numbers"]["betas"] for group in adamw["groups"]] == [[0.9, 0.5]] * 2
+
+    more_held_out = job(tmp_path, steps=4, resume=True, data_validation_fraction=0.5)
+    tokens = [build_data(c.data, seed=c.seed)[0].num_tokens for c in (changed, more_held_out)]
+    with pytest.raises(RankFailed, match=f"data.training_tokens: saved {tokens[0]}, now {tokens[1]}. Resume with"):
+        run_ranks(run_job, 1, more_held_out, out)
 
 
 def _differing_configuration(config: TrainConfig) -> None:

@@ -32,7 +32,7 @@ from thinwire.train.arguments import to_table, to_toml
 from thinwire.train.checkpoint.checkpointer import Checkpointer, CheckpointError
 from thinwire.train.checkpoint.state import TrainState
 from thinwire.train.config import TrainConfig
-from thinwire.train.optimizer import gradient_norm, learning_rate, set_learning_rate
+from thinwire.train.optimizer import gradient_norm, learning_rate, set_learning_rate, set_settings, settings
 from thinwire.train.output import CONFIG, checkpoints, resuming
 from thinwire.train.progress import Progress
 from thinwire.train.run import Run, assemble, count_targets, fetch, summed_loss
@@ -248,7 +248,9 @@ def _save(run: Run, progress: Progress, checkpointer: Checkpointer, state: Train
 
 
 def _resume(run: Run, checkpointer: Checkpointer, state: TrainState) -> Progress:
+    chosen = settings(run.optimizers)
     step = checkpointer.load_latest(state)
+    set_settings(run.optimizers, chosen)  # a weight decay that a flag has changed is not to be the saved one
     if step is None:
         if run.rank == 0:
             logger.warning("%s has no checkpoint yet: starting from the beginning", checkpointer.directory)

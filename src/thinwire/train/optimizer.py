@@ -13,7 +13,8 @@ with f the final fraction, S the steps of the run and s counted from 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,6 +71,19 @@ def set_learning_rate(optimizers: Sequence[Optimizer], lr: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
+
+
+def settings(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """What every group is set to: its numbers, without its parameters."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def set_settings(optimizers: Sequence[Optimizer], chosen: Sequence[Mapping[str, Any]]) -> None:
+    """Set the groups to what `settings` returned."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, values in zip(groups, chosen, strict=True):
+        group.update(values)
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], clip: float) -> float:

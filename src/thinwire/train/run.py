@@ -133,6 +133,7 @@ def assemble(config: TrainConfig, device: torch.device) -> Run:
             "data": {
                 "tokenizer": tokenizer.fingerprint,
                 "corpus_hash": train_data.corpus_hash,
+                "training_tokens": train_data.num_tokens,  # of that text, the rest is held out
                 "sequence_length": config.data.sequence_length,
                 "pack": config.data.pack,
             },
