@@ -47,8 +47,8 @@ class BlockScaled:
     magnitude; "floor" (the OCP standard's), "ceil" and "even" differ where it is rounded or cut off."""
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Stochastic rounding needs keys. It is unbiased where the scale saturates nothing. With error feedback nearest
-    is better."""
+    """Stochastic rounding needs keys. It is unbiased where the scale saturates nothing. With error feedback
+    nearest is better."""
 
     run: Run = field(default=Eager(), repr=False, compare=False)
     """How kernels run; see `compiled`."""
