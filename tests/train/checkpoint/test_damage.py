@@ -21,6 +21,7 @@ from tests.train.checkpoint.spoil import flip_a_byte, names, rewrite_manifest, t
 from tests.train.small_run import content, fresh, load, save_steps
 from thinwire.train.checkpoint.checkpointer import Checkpointer, CheckpointError
 from thinwire.train.checkpoint.manifest import Damaged, Manifest
+from thinwire.train.files import sha256
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -153,6 +154,38 @@ def test_a_manifest_cannot_point_outside_its_directory(tmp_path: Path) -> None:
     save_steps(tmp_path, [1])
     rewrite_manifest(tmp_path / "step-00000001", files={"../shard-00001": {"bytes": 1, "sha256": ""}})
     with pytest.raises(CheckpointError, match=r"manifest.json is not one of a checkpoint"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"step": True}, "step is no whole number"),
+        ({"world_size": "2"}, "world_size is no whole number"),
+        ({"state": None}, "state is no table"),
+        ({"model_config": ["llama"]}, "model_config is no table"),
+        ({"files": [1]}, "files is no table"),
+    ],
+)
+def test_entries_of_another_type_are_damage_whatever_the_checksum(
+    tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    save_steps(tmp_path, [1])
+    rewrite_manifest(tmp_path / "step-00000001", **changes)
+    with pytest.raises(Damaged, match=rf"manifest.json is not one of a checkpoint \({why}\)"):
+        Manifest.read(tmp_path / "step-00000001")
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 100, b"\xff" * 100], ids=["empty", "zeros", "ones"])
+def test_a_file_of_something_else_is_one_line_whatever_its_checksum(tmp_path: Path, content: bytes) -> None:
+    save_steps(tmp_path, [1])
+    directory = tmp_path / "step-00000001"
+    path = next(directory.glob("*.safetensors"))
+    path.write_bytes(content)
+    rewrite_manifest(directory, files={path.name: {"bytes": len(content), "sha256": sha256(path)}})
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001 has a file that this storage did not write: [^\n]+$"
+    ):
         load(tmp_path)
 
 

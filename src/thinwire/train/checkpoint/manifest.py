@@ -82,6 +82,7 @@ class Manifest:
             )
         try:
             manifest = cls(**content)
+            manifest._check_types()
             sizes = [
                 (str(name), int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest.files.items()
             ]
@@ -93,6 +94,16 @@ class Manifest:
         if named and int(named[1]) != manifest.step:
             raise Damaged(f"{MANIFEST} is of step {manifest.step}, its directory is not")
         return manifest
+
+    def _check_types(self) -> None:
+        """Raise TypeError, naming the entry, where one is of another type than `write` writes."""
+        for key in ("step", "world_size"):
+            if type(getattr(self, key)) is not int:
+                raise TypeError(f"{key} is no whole number")
+        for key in ("identity", "numbers", "state", "model_config", "tokenizer", "files"):
+            absent = key in ("model_config", "tokenizer") and getattr(self, key) is None
+            if not absent and not isinstance(getattr(self, key), dict):
+                raise TypeError(f"{key} is no table")
 
     def verify(self, directory: Path, *, part: int = 0, parts: int = 1) -> None:
         """Raise `Damaged` unless every file is there with its size, and every `parts`-th has its checksum."""

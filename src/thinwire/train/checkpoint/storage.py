@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -52,7 +53,12 @@ def write(tensors: Mapping[str, Tensor], directory: Path, ranks: Ranks) -> Futur
 
 def open_saved(directory: Path, manifest: Manifest, ranks: Ranks) -> Saved:
     """A verified checkpoint directory, to be read by these ranks together."""
-    metadata = HuggingFaceStorageReader(str(directory)).read_metadata()
+    try:
+        metadata = HuggingFaceStorageReader(str(directory)).read_metadata()
+    except (SafetensorError, OSError, ValueError, TypeError, LookupError) as error:
+        raise CheckpointError(
+            f"{directory} has a file that this storage did not write: {kind_and_line(error)}"
+        ) from error
     index = {
         key: (entry.size, entry.properties.dtype)
         for key, entry in metadata.state_dict_metadata.items()
