@@ -118,8 +118,9 @@ def test_the_error_on_a_fresh_gradient_is_much_smaller(format: str, power: float
         refresh(ranks, reduction, {"w": dominated(draw=reduction)[1]})
     measured = ranks[0].coordinates["w"]
     assert measured.active
-    assert measured.error < 0.45 * measured.plain_error
-    assert measured.cosine > 0.99
+    assert measured.fidelity.error < 0.45 * measured.fidelity.plain_error
+    assert measured.fidelity.cosine > 0.99
+    assert ranks[1].fidelity == ranks[0].fidelity == {"w": measured.fidelity}
 
 
 def test_damping_is_chosen_by_measurement_unless_set() -> None:
@@ -217,6 +218,7 @@ def test_coordinates_survive_saving_and_loading_bit_for_bit() -> None:
         {"power": 0.0},
         {"power": 1.5},
         {"sides": "left"},
+        {"statistic": "output"},
         {"refresh_every": 0},
         {"decay": 1.0},
         {"damping": 0.0},

@@ -133,8 +133,7 @@ def test_blending_is_the_weighted_sum_of_normalised_moments(kind: type[Dense]) -
     assert split is not None
     moment = kind(40, old.device)
     moment.add(new)
-    moment.blend(*split, 0.25)
-    blended = moment.split(40)
+    blended = moment.split(40, split, 0.25)
     assert blended is not None
     c_old, c_new = old.T @ old, new.T @ new
     expected = 0.25 * c_old / c_old.diagonal().mean() + 0.75 * c_new / c_new.diagonal().mean()

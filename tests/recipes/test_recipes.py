@@ -10,21 +10,27 @@ from thinwire.collectives import Slot, Wire
 from thinwire.recipes import table
 
 
-def _sent_bytes(name: str) -> tuple[int, int]:
-    slots = table.example_slots()
-    reducer = recipes.get(name).reducer
-    wire = Wire()
-    bound = reducer.bind(slots, wire)
-    bound.begin()
-    bound.all_reduce({slot.name: torch.ones(slot.shape) for slot in slots}).wait()
-    return wire.ledger.sent_bytes(), reducer.sent_bytes(slots, dist.get_world_size())
+def _sent_bytes() -> dict[str, tuple[int, int]]:
+    """By recipe: those of the first reduction, in which no geometry is refreshed yet; and computed, with refreshes
+    on average."""
+    slots, found = table.example_slots(), {}
+    for name in recipes.names():
+        reducer = recipes.get(name).reducer
+        wire = Wire()
+        bound = reducer.bind(slots, wire)
+        bound.begin()
+        bound.all_reduce({slot.name: torch.ones(slot.shape) for slot in slots}).wait()
+        found[name] = (wire.ledger.sent_bytes(), reducer.sent_bytes(slots, dist.get_world_size()))
+        wire.close()
+    return found
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_bytes_that_the_table_computes_are_the_bytes_sent(world_size: int) -> None:
-    for name in recipes.names():
-        for sent, computed in run_ranks(_sent_bytes, world_size, name):
-            assert sent == computed > 0
+    for found in run_ranks(_sent_bytes, world_size):
+        for name, (sent, computed) in found.items():
+            refreshes = computed - sent
+            assert 0 < refreshes < 0.01 * sent if name.startswith("gift") else refreshes == 0, name
 
 
 def test_an_unknown_recipe_is_answered_with_the_names() -> None:

@@ -8,6 +8,7 @@ import sys
 BENCHES: dict[str, tuple[str, str]] = {
     "formats": ("thinwire.bench.formats", "encode, decode and decode-and-add, as a ratio to copying"),
     "collectives": ("thinwire.bench.collectives", "compressed all-reduce against gloo's own, on a slow network"),
+    "fidelity": ("thinwire.bench.fidelity", "what encoding leaves of a run's gradients, layer by layer"),
     "recipes": ("thinwire.bench.recipes", "the same training job under each recipe: loss, bytes and time"),
 }
 

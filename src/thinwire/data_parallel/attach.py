@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives import Slot, Wire
 from thinwire.data_parallel.agreement import check_same_model, check_same_reducer
 from thinwire.data_parallel.ddp import trampoline_of
+from thinwire.data_parallel.inputs import InputWatch
 from thinwire.data_parallel.link import Link
 from thinwire.data_parallel.names import plain_name
+from thinwire.geometry import Observer
 from thinwire.reducers import Reducer
 
 
@@ -30,9 +34,9 @@ def attach(model: nn.Module, reducer: Reducer, *, timeout: timedelta | None = No
     """
     if not isinstance(reducer, Reducer):
         raise TypeError(f"attach needs a reducer such as tw.Quantized('fp8_e5m2'), got {reducer!r}")
-    model = getattr(model, "_orig_mod", model)
+    called, model = model, getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):
-        return _attach_ddp(model, reducer, timeout)
+        return _attach_ddp(model, reducer, timeout, called)
     if _is_sharded(model):
         raise TypeError(
             f"attach averages whole parameters, and those of {type(model).__name__} are sharded: "
@@ -50,7 +54,10 @@ def attach(model: nn.Module, reducer: Reducer, *, timeout: timedelta | None = No
     return Link(parameters, slots, reducer.bind(slots, wire), wire, on_detach=lambda: None)
 
 
-def _attach_ddp(ddp: DistributedDataParallel, reducer: Reducer, timeout: timedelta | None) -> Link:
+def _attach_ddp(
+    ddp: DistributedDataParallel, reducer: Reducer, timeout: timedelta | None, called: nn.Module
+) -> Link:
+    """`called`: the module that the user calls, `ddp` or what torch.compile made of it."""
     parameters = _parameters(ddp.module, ignored=ddp.parameters_to_ignore)
     _check(ddp.module, parameters)
     trampoline = trampoline_of(ddp, parameters)
@@ -74,7 +81,12 @@ def _attach_ddp(ddp: DistributedDataParallel, reducer: Reducer, timeout: timedel
         give_back()
         raise
     trampoline.averaged = frozenset(slot.name for slot in slots)
-    trampoline.link = Link(parameters, slots, bound, wire, on_detach=give_back)
+    reference = weakref.ref(called)  # the model keeps its link, not the other way round
+
+    def watch(observers: Callable[[], Mapping[str, Observer]]) -> InputWatch:
+        return InputWatch(cast(nn.Module, reference()), observers, prefix="module.")
+
+    trampoline.link = Link(parameters, slots, bound, wire, on_detach=give_back, watch=watch)
     return trampoline.link
 
 

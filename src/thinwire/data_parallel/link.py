@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from thinwire.collectives import Ledger, Slot, Wire
 from thinwire.data_parallel.agreement import ranks_that_differ
+from thinwire.data_parallel.inputs import InputWatch
+from thinwire.geometry import Fidelity, Observer
 from thinwire.reducers.reducer import BoundReducer, State
 
 
@@ -29,6 +31,7 @@ class Link:
         reducer: BoundReducer,
         wire: Wire,
         on_detach: Callable[[], None],
+        watch: Callable[[Callable[[], Mapping[str, Observer]]], InputWatch] | None = None,
     ) -> None:
         self.reducer = reducer
         """The bound reducer, with its state."""
@@ -41,6 +44,9 @@ class Link:
         self._verify_every = 0
         self._reductions = 0
         self._detached = False
+        self._watch = watch
+        self._watching: InputWatch | None = None
+        self._watch_inputs()
         # For a model that is dropped with its link still attached.
         weakref.finalize(self, wire.release).atexit = False
 
@@ -59,6 +65,13 @@ class Link:
         """Seconds since `attach` that the worker spent computing (encode, decode, copy), hidden behind the
         backward pass or not. On CUDA: what enqueueing that took."""
         return self._wire.busy_seconds
+
+    @property
+    def fidelity(self) -> Mapping[str, Fidelity]:
+        """For each parameter whose coordinates a geometry chose: `error`, `plain_error` and `cosine` of a round
+        trip of its gradient through the format, as its owner measured them at the last refresh. The same on all
+        ranks."""
+        return self.reducer.fidelity
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -127,6 +140,8 @@ class Link:
         """Give the model its own gradient averaging back. Error memory not yet sent is dropped."""
         if not self._detached:
             self._detached = True
+            if self._watching is not None:
+                self._watching.remove()
             self._on_detach()
             self._wire.close()
 
@@ -139,6 +154,7 @@ class Link:
         if self._verify_every and self._reductions % self._verify_every == 0:
             self._verify_parameters(abstain=shadow)
         self.reducer.begin()
+        self._watch_inputs()
 
     def raise_error(self) -> None:
         """For the call site, after its last bucket: raise the CollectiveError that broke the wire, if any did."""
@@ -148,6 +164,12 @@ class Link:
     def expose(self, since: float) -> None:
         """For the call site: count the time since `since` (time.perf_counter) as exposed communication."""
         self.exposed_seconds += time.perf_counter() - since
+
+    def _watch_inputs(self) -> None:
+        """Have layer inputs shown to the reducer from the first time that it wants to see any."""
+        if self._watch is not None and self._watching is None and self.reducer.observers:
+            reducer = self.reducer  # the model's hooks must not keep this link alive
+            self._watching = self._watch(lambda: reducer.observers)
 
     def _place(self) -> dict[str, int]:
         return {"rank": self._wire.rank, "world_size": self._wire.world_size}

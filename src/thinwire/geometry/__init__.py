@@ -1,7 +1,7 @@
 """Geometries: invertible linear changes of the coordinates of matrix gradients. No communication of their own."""
 
-from thinwire.geometry.geometry import BoundGeometry, Geometry, Place, Shapes
+from thinwire.geometry.geometry import BoundGeometry, Fidelity, Geometry, Observer, Place, Shapes
 from thinwire.geometry.gift import GIFT
 from thinwire.geometry.hadamard import Hadamard
 
-__all__ = ["GIFT", "BoundGeometry", "Geometry", "Hadamard", "Place", "Shapes"]
+__all__ = ["GIFT", "BoundGeometry", "Fidelity", "Geometry", "Hadamard", "Observer", "Place", "Shapes"]

@@ -26,6 +26,22 @@ Rebase: TypeAlias = Callable[[str, Callable[[Tensor], Tensor]], None]
 """`rebase(name, change)`: replace everything that is kept in the old coordinates by `change` of it."""
 
 
+Observer: TypeAlias = Callable[[Tensor], None]
+"""Sees the inputs of a layer in a forward pass, float32 (tokens, columns), without padding."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """What a round trip through the format leaves of a matrix's gradient, on its owner at the last refresh."""
+
+    error: float
+    """|decoded - gradient| / |gradient| in the coordinates in use."""
+    plain_error: float
+    """The same without a geometry."""
+    cosine: float
+    """Between the gradient and what is left of it."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a geometry is bound."""
@@ -52,6 +68,14 @@ class BoundGeometry(Protocol):
 
     def inverse(self, name: str, matrix: Tensor) -> Tensor:
         """u to g, a new tensor; bit for bit the same on all ranks."""
+
+    @property
+    def observers(self) -> Mapping[str, Observer]:
+        """Who wants to see the inputs of layers before the next reduction, by the name of the layer's weight."""
+
+    @property
+    def fidelity(self) -> Mapping[str, Fidelity]:
+        """Measured by the owners, known to all ranks, by matrix."""
 
     def open(self, reduction: int) -> None:
         """Reduction number `reduction` (from 1) begins."""

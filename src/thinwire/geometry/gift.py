@@ -5,7 +5,7 @@ ranks is the geometry, not the statistic. On a refresh reduction the owner
 
     1. measures, on its own gradient, the error of a round trip through the format: without a geometry, and with
        the one in use under several dampings; chooses the best, or none
-    2. blends the second moment of its gradient's rows into the one in use
+    2. blends the second moment of its gradient's rows, or of its layer's inputs, into the one in use
     3. fits coordinates to it (`whitening.py`) and sends them to all ranks, which install them together:
        what was seen in reduction t takes effect at t+1
 
@@ -16,14 +16,15 @@ reductions 1, 2, 3, 5, 9, 17, ... (gradients change fast at first), then every `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from thinwire.geometry.geometry import BoundGeometry, Place, Rebase, Shapes
+from thinwire.geometry.geometry import BoundGeometry, Fidelity, Observer, Place, Rebase, Shapes
 from thinwire.geometry.moments import Moment, new_moment
 from thinwire.geometry.whitening import Whitening, whitening
 
@@ -32,10 +33,11 @@ Select: TypeAlias = Literal["auto", "all"] | tuple[str, ...] | Callable[[str], b
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)
 """What is tried where no damping is set."""
 
+_NOT_MEASURED = Fidelity(float("nan"), float("nan"), float("nan"))
 _FIRST_DAMPING = 1e-1  # until there is a measurement
 _WORTHWHILE = 0.95  # of the plain error: above, the coordinates stay as they are
 _MEASURED_ROWS = 1024  # rows of a gradient that a round trip is measured on
-_HEAD = 4  # numbers before a matrix's coordinates: active, errors without and with them, cosine
+_HEAD = 4  # numbers before a matrix's coordinates: active, fidelity
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class GIFT:
     """Leading directions that are scaled one by one."""
     power: float = 0.5
     """Of the second moment: 1/2 makes the error smallest, 1 is the paper's."""
+    statistic: Literal["gradient", "input"] = "gradient"
+    """Whose second moment: that of the gradient's rows, or of the layer's inputs (A of K-FAC, the paper's), seen
+    by forward hooks on refresh reductions; matrices that are no Linear layer's take the gradient's."""
     sides: Literal["right", "both"] = "right"
     """"both" also changes the coordinates of columns, by rows: for whole matrices only, not for shards of rows."""
     refresh_every: int = 50
@@ -68,6 +73,7 @@ class GIFT:
         for key, value, fine in [
             ("rank", self.rank, self.rank >= 1),
             ("power", self.power, 0 < self.power <= 1),
+            ("statistic", self.statistic, self.statistic in ("gradient", "input")),
             ("sides", self.sides, self.sides in ("right", "both")),
             ("refresh_every", self.refresh_every, self.refresh_every >= 1),
             ("decay", self.decay, 0 <= self.decay < 1),
@@ -118,12 +124,8 @@ class Coordinates:
     sides: tuple[Whitening, ...]
     active: bool
     """Whether they are used; if not, they are kept to be measured again."""
-    error: float = float("nan")
-    """Of a round trip, relative to the gradient, at the last refresh."""
-    plain_error: float = float("nan")
-    """The same without coordinates."""
-    cosine: float = float("nan")
-    """Between the gradient and what was left of it."""
+    fidelity: Fidelity
+    """Measured at the last refresh with the coordinates of that time."""
 
     def forward(self, matrix: Tensor) -> Tensor:
         u = self.sides[0].forward(matrix)
@@ -149,9 +151,12 @@ class BoundGIFT:
         }
         self._owners = _share_out({n: self._size(n) for n in shapes}, place.world_size)
         self._coordinates: dict[str, Coordinates] = {}
+        self._inputs: dict[str, Moment] = {}  # of layers, since the last refresh
         self._moments: dict[str, tuple[Moment, ...]] = {}
         self._measured: dict[str, Coordinates] = {}
         self._refreshing = False
+        self._reduction = 0
+        self._input: tuple[Tensor, Moment] | None = None  # of the layer before, which may share its input
 
     @property
     def names(self) -> frozenset[str]:
@@ -174,18 +179,33 @@ class BoundGIFT:
 
     def open(self, reduction: int) -> None:
         self._refreshing = self._config.due(reduction)
+        self._reduction = reduction
+
+    @property
+    def fidelity(self) -> Mapping[str, Fidelity]:
+        return {name: c.fidelity for name, c in self._coordinates.items() if c.fidelity.error == c.fidelity.error}
+
+    @property
+    def observers(self) -> Mapping[str, Observer]:
+        if self._config.statistic == "gradient" or not self._config.due(self._reduction + 1):
+            return {}
+        own = (name for name, owner in self._owners.items() if owner == self._place.rank)
+        return {name: partial(self._observe, name) for name in own}
 
     def see(self, name: str, gradient: Tensor) -> None:
         if not self._refreshing or self._owners.get(name) != self._place.rank:
             return
         if name in self._coordinates:
             self._measured[name] = self._best(self._coordinates[name], gradient)
-        if name not in self._moments:
-            self._moments[name] = tuple(
-                new_moment(n, self._rank(n), self._place.device) for n in self._lengths[name]
-            )
-        for moment, rows in zip(self._moments[name], (gradient, gradient.T)):
-            moment.add(rows)
+        rows_seen = self._inputs.get(name)
+        moments = [
+            self._new(n) if rows_seen is None or index else rows_seen
+            for index, n in enumerate(self._lengths[name])
+        ]
+        for moment, rows in zip(moments, (gradient, gradient.T)):
+            if moment is not rows_seen:
+                moment.add(rows)
+        self._moments[name] = tuple(moments)
 
     def payload(self) -> Tensor | None:
         if not self._refreshing:
@@ -197,8 +217,7 @@ class BoundGIFT:
             if coordinates is not None:
                 packed = _pack(coordinates)
                 payload[start : start + len(packed)] = packed
-        self._moments.clear()
-        self._measured.clear()
+        self._forget()
         return payload
 
     def install(self, payloads: Tensor, rebase: Rebase) -> None:
@@ -226,12 +245,33 @@ class BoundGIFT:
             coordinates = self._unpack(name, state[f"geometry.{name}"].to(self._place.device))
             if coordinates is not None:
                 self._coordinates[name] = coordinates
-        self._moments.clear()
-        self._measured.clear()
+        self._forget()
         self._refreshing = False
 
     def memory_bytes(self) -> int:
         return sum(4 * self._size(name) for name in self._coordinates)
+
+    # -- seeing --------------------------------------------------------------------------------------------
+
+    def _observe(self, name: str, rows: Tensor) -> None:
+        """Inputs of a layer (tokens, columns). Consecutive layers that get the very same ones (q, k and v; gate
+        and up) share a moment."""
+        if self._input is not None and self._input[0] is rows:
+            self._inputs.setdefault(name, self._input[1])
+            if self._inputs[name] is self._input[1]:
+                return
+        moment = self._inputs.setdefault(name, self._new(rows.shape[1]))
+        moment.add(rows)
+        self._input = (rows, moment)
+
+    def _new(self, n: int) -> Moment:
+        return new_moment(n, self._rank(n), self._place.device)
+
+    def _forget(self) -> None:
+        self._inputs.clear()
+        self._moments.clear()
+        self._measured.clear()
+        self._input = None
 
     # -- finding coordinates -------------------------------------------------------------------------------
 
@@ -241,14 +281,13 @@ class BoundGIFT:
         sample = gradient if self.mixes_rows else gradient[::step]
         plain, _ = _loss(sample, self._place.round_trip(sample))
         dampings = DAMPINGS if self._config.damping is None else (self._config.damping,)
-        best = replace(coordinates, error=float("inf"))
+        best, least = coordinates, float("inf")
         for damping in dampings:
             tried = coordinates.damped(damping)
             error, cosine = _loss(sample, tried.inverse(self._place.round_trip(tried.forward(sample))))
-            if error < best.error:
-                best = replace(tried, error=error, cosine=cosine)
-        worthwhile = self._config.select != "auto" or best.error < _WORTHWHILE * plain
-        return replace(best, active=worthwhile, plain_error=plain)
+            if error < least:
+                best, least = replace(tried, fidelity=Fidelity(error, plain, cosine)), error
+        return replace(best, active=self._config.select != "auto" or least < _WORTHWHILE * plain)
 
     def _refreshed(self, name: str) -> Coordinates | None:
         """The next coordinates of an owned matrix: those in use where nothing was seen or nothing usable."""
@@ -258,23 +297,16 @@ class BoundGIFT:
             return current
         sides = []
         for index, moment in enumerate(moments):
-            rank = self._rank(self._lengths[name][index])
-            split = moment.split(rank)
+            earlier, damping = None, self._config.damping or _FIRST_DAMPING
+            if current is not None:
+                side = current.sides[index]
+                earlier, damping = (side.factor, side.rest), side.damping
+            split = moment.split(self._rank(self._lengths[name][index]), earlier, self._config.decay)
             if split is None:
                 return current
-            damping = self._config.damping or _FIRST_DAMPING
-            if current is not None:
-                earlier = current.sides[index]
-                damping = earlier.damping
-                if self._config.decay > 0:
-                    moment.blend(earlier.factor, earlier.rest, self._config.decay)
-                    split = moment.split(rank)
-                    if split is None:
-                        return current
-            factor, rest = split
-            sides.append(whitening(factor, rest, damping=damping, power=self._config.power))
+            sides.append(whitening(*split, damping=damping, power=self._config.power))
         if current is None:
-            return Coordinates(tuple(sides), active=True)
+            return Coordinates(tuple(sides), active=True, fidelity=_NOT_MEASURED)
         return replace(current, sides=tuple(sides))
 
     def _change(self, name: str, new: Coordinates | None, rebase: Rebase) -> None:
@@ -317,7 +349,7 @@ class BoundGIFT:
         return max(sums)
 
     def _unpack(self, name: str, packed: Tensor) -> Coordinates | None:
-        active, plain_error, error, cosine = packed[:_HEAD].tolist()
+        active, *fidelity = packed[:_HEAD].tolist()
         start, sides = _HEAD, []
         for n in self._lengths[name]:
             rank = self._rank(n)
@@ -336,11 +368,11 @@ class BoundGIFT:
                     self._config.power,
                 )
             )
-        return Coordinates(tuple(sides), bool(active), error, plain_error, cosine)
+        return Coordinates(tuple(sides), bool(active), Fidelity(*fidelity))
 
 
 def _pack(coordinates: Coordinates) -> Tensor:
-    head = [float(coordinates.active), coordinates.plain_error, coordinates.error, coordinates.cosine]
+    head = [float(coordinates.active), *astuple(coordinates.fidelity)]
     parts = [coordinates.sides[0].energy.new_tensor(head)]
     for side in coordinates.sides:
         parts += [side.vectors.reshape(-1), side.energy, side.diagonal, side.energy.new_tensor([side.damping])]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.geometry.geometry import BoundGeometry, Place, Rebase, Shapes
+from thinwire.geometry.geometry import BoundGeometry, Fidelity, Observer, Place, Rebase, Shapes
 
 SMALLEST = 16
 
@@ -64,6 +64,14 @@ class BoundHadamard:
 
     def inverse(self, name: str, matrix: Tensor) -> Tensor:
         return self._transform(matrix.clone()).mul_(self._signs[: matrix.shape[1]])
+
+    @property
+    def observers(self) -> Mapping[str, Observer]:
+        return {}
+
+    @property
+    def fidelity(self) -> Mapping[str, Fidelity]:
+        return {}
 
     def open(self, reduction: int) -> None:
         pass

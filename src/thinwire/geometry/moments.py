@@ -10,7 +10,7 @@ with the shift that keeps it stable. Source: Tropp, Yurtsever, Udell, Cevher 201
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,18 +21,21 @@ DENSE = 1024
 _EXTRA = 16  # columns of the sketch beyond twice the rank
 
 
+Split: TypeAlias = tuple[Tensor, Tensor]
+"""F (n, rank) and the rest of the diagonal (n,) of a moment, of mean diagonal 1."""
+
+
 class Moment(Protocol):
     """The sum of x x^T over the rows that were added, up to a factor."""
 
     def add(self, rows: Tensor) -> None:
         """Take rows (m, n) into account, float32."""
 
-    def blend(self, factor: Tensor, rest: Tensor, weight: float) -> None:
-        """Make this (1 - weight) x this moment + weight x (F F^T + rest), both scaled to a mean diagonal of 1."""
+    def split(self, rank: int, earlier: Split | None = None, weight: float = 0.0) -> Split | None:
+        """The low-rank part and the rest; None for a moment that is zero or not finite.
 
-    def split(self, rank: int) -> tuple[Tensor, Tensor] | None:
-        """F (n, rank) and the rest of the diagonal (n,), of mean diagonal 1; None for a moment that is zero or
-        not finite."""
+        With an `earlier` one, of (1 - weight) x this moment + weight x (F F^T + rest), both of mean diagonal 1.
+        """
 
 
 def new_moment(n: int, rank: int, device: torch.device) -> Moment:
@@ -49,18 +52,17 @@ class Dense:
     def add(self, rows: Tensor) -> None:
         self._sum.addmm_(rows.T, rows)
 
-    def blend(self, factor: Tensor, rest: Tensor, weight: float) -> None:
-        self._sum.mul_((1 - weight) / self._sum.diagonal().mean())
-        self._sum.addmm_(factor, factor.T, alpha=weight)
-        self._sum.diagonal().add_(rest, alpha=weight)
-
-    def split(self, rank: int) -> tuple[Tensor, Tensor] | None:
+    def split(self, rank: int, earlier: Split | None = None, weight: float = 0.0) -> Split | None:
         moment = self._sum.double()
         mean = moment.diagonal().mean()
         if not _usable(moment, mean):
             return None
-        values, vectors = torch.linalg.eigh((moment + moment.T) / (2 * mean))  # rising
-        return _split(vectors[:, -rank:], values[-rank:], moment.diagonal() / mean)
+        moment = (moment + moment.T) / (2 * mean)
+        if earlier is not None:
+            factor, rest = earlier[0].double(), earlier[1].double()
+            moment = (1 - weight) * moment + weight * (factor @ factor.T + rest.diag())
+        values, vectors = torch.linalg.eigh(moment)  # rising
+        return _split(vectors[:, -rank:], values[-rank:], moment.diagonal())
 
 
 class Sketch:
@@ -77,32 +79,30 @@ class Sketch:
         self._sum.addmm_(rows.T, rows @ self._omega)
         self._diagonal.add_(rows.square().sum(0))
 
-    def blend(self, factor: Tensor, rest: Tensor, weight: float) -> None:
-        own = (1 - weight) / self._diagonal.mean()
-        earlier = factor @ (factor.T @ self._omega) + rest[:, None] * self._omega
-        self._sum.mul_(own).add_(earlier, alpha=weight)
-        self._diagonal.mul_(own).add_(factor.square().sum(1) + rest, alpha=weight)
-
-    def split(self, rank: int) -> tuple[Tensor, Tensor] | None:
+    def split(self, rank: int, earlier: Split | None = None, weight: float = 0.0) -> Split | None:
         diagonal = self._diagonal.double()
         mean = diagonal.mean()
         if not _usable(self._sum, mean):
             return None
         omega = self._omega.double()
-        y = self._sum.double() / mean  # (n, k)
+        y, diagonal = self._sum.double() / mean, diagonal / mean  # (n, k), (n,)
+        if earlier is not None:
+            factor, rest = earlier[0].double(), earlier[1].double()
+            y = (1 - weight) * y + weight * (factor @ (factor.T @ omega) + rest[:, None] * omega)
+            diagonal = (1 - weight) * diagonal + weight * (factor.square().sum(1) + rest)
         shift = torch.finfo(torch.float32).eps * y.norm()
         y = y + shift * omega
         core = omega.T @ y  # (k, k)
         lower = torch.linalg.cholesky((core + core.T) / 2)
         root = torch.linalg.solve_triangular(lower, y.T, upper=False).T  # (n, k): C ~ root root^T
         vectors, singular, _ = torch.linalg.svd(root, full_matrices=False)  # falling
-        return _split(vectors[:, :rank], singular[:rank].square() - shift, diagonal / mean)
+        return _split(vectors[:, :rank], singular[:rank].square() - shift, diagonal)
 
 
 def _usable(moment: Tensor, mean: Tensor) -> bool:
     return bool(torch.isfinite(moment).all()) and 0.0 < float(mean) < float("inf")
 
 
-def _split(vectors: Tensor, values: Tensor, diagonal: Tensor) -> tuple[Tensor, Tensor]:
+def _split(vectors: Tensor, values: Tensor, diagonal: Tensor) -> Split:
     factor = vectors * values.clamp(min=0.0).sqrt()  # (n, r)
     return factor.float(), (diagonal - factor.square().sum(1)).clamp(min=0.0).float()

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from thinwire.recipes import ddp, ddp_bf16, fp8, fp8_ef
+from thinwire.recipes import (
+    ddp,
+    ddp_bf16,
+    fp8,
+    fp8_ef,
+    gift_fp8,
+    gift_int4,
+    gift_nvfp4,
+    int4,
+    int4_hadamard,
+    int8,
+    mxfp4,
+    mxfp8,
+    nvfp4,
+)
 from thinwire.recipes.recipe import Recipe
 
 __all__ = ["Recipe", "get", "names"]
@@ -14,6 +28,15 @@ _RECIPES = {
         ddp_bf16.RECIPE,
         fp8.RECIPE,
         fp8_ef.RECIPE,
+        mxfp8.RECIPE,
+        int8.RECIPE,
+        nvfp4.RECIPE,
+        mxfp4.RECIPE,
+        int4.RECIPE,
+        int4_hadamard.RECIPE,
+        gift_fp8.RECIPE,
+        gift_nvfp4.RECIPE,
+        gift_int4.RECIPE,
     )
 }
 

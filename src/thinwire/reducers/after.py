@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from thinwire.collectives import Slot, Wire
+from thinwire.geometry import Fidelity, Observer
 from thinwire.reducers.dense import Dense
 from thinwire.reducers.parts import Parts
 from thinwire.reducers.reducer import BoundReducer, Reducer, State
@@ -61,6 +62,15 @@ class BoundAfter:
     @property
     def _now(self) -> BoundReducer:
         return self._parts["before" if self._reductions <= self._steps else "after"]
+
+    @property
+    def observers(self) -> Mapping[str, Observer]:
+        following = self._parts["before" if self._reductions < self._steps else "after"]
+        return following.observers
+
+    @property
+    def fidelity(self) -> Mapping[str, Fidelity]:
+        return self._now.fidelity
 
     def begin(self) -> None:
         self._reductions += 1

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from thinwire.collectives import Slot
+from thinwire.geometry import Fidelity, Observer
 from thinwire.reducers.coordinates import Coordinates
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
@@ -50,6 +51,14 @@ class BoundAlone:
         self._owed: dict[str, Tensor] = {}
         self._paid: set[str] = set()  # in the open reduction
         self._watch = FiniteWatch(device)
+
+    @property
+    def observers(self) -> Mapping[str, Observer]:
+        return {}
+
+    @property
+    def fidelity(self) -> Mapping[str, Fidelity]:
+        return {}
 
     def begin(self) -> None:
         self._settle()

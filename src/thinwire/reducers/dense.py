@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from thinwire.collectives import Slot, Wire, all_reduce_bytes
 from thinwire.collectives.pipeline import Task
+from thinwire.geometry import Fidelity, Observer
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.pieces import Pieces
 from thinwire.reducers.reducer import State, check_tensors, done, label, new_state, reductions_in
@@ -64,6 +65,14 @@ class BoundDense:
         self._open: list[Future[None]] = []  # calls of the open reduction
         if wire.world_size > 1:
             wire.phase("dense")
+
+    @property
+    def observers(self) -> Mapping[str, Observer]:
+        return {}
+
+    @property
+    def fidelity(self) -> Mapping[str, Fidelity]:
+        return {}
 
     def begin(self) -> None:
         self._open.clear()

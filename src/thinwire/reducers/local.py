@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from thinwire.collectives import Slot, Wire
+from thinwire.geometry import Fidelity, Observer
 from thinwire.reducers.pieces import Pieces
 from thinwire.reducers.reducer import State, check_tensors, done, new_state, reductions_in
 
@@ -35,6 +36,14 @@ class BoundLocal:
         self._slots = {slot.name: slot for slot in slots}
         self._pieces = Pieces(slots, wire)
         self._reductions = 0
+
+    @property
+    def observers(self) -> Mapping[str, Observer]:
+        return {}
+
+    @property
+    def fidelity(self) -> Mapping[str, Fidelity]:
+        return {}
 
     def begin(self) -> None:
         self._reductions += 1

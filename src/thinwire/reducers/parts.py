@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from thinwire.geometry import Fidelity, Observer
 from thinwire.reducers.reducer import BoundReducer, State, new_state, reductions_in
 
 
@@ -19,6 +20,14 @@ class Parts:
     def each(self) -> Sequence[BoundReducer]:
         """All of them, in order."""
         return tuple(self._parts.values())
+
+    @property
+    def observers(self) -> Mapping[str, Observer]:
+        return {name: observer for part in self.each() for name, observer in part.observers.items()}
+
+    @property
+    def fidelity(self) -> Mapping[str, Fidelity]:
+        return {name: measured for part in self.each() for name, measured in part.fidelity.items()}
 
     def set_loss_scale(self, scale: float) -> None:
         for part in self.each():

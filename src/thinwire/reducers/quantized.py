@@ -35,7 +35,7 @@ from thinwire.collectives.pipeline import Task
 from thinwire.collectives.two_phase import Buffers, Deliver, TwoPhase, round_to_slots
 from thinwire.formats import Format, get
 from thinwire.formats.kernels import can_compile
-from thinwire.geometry import Geometry, Place
+from thinwire.geometry import Fidelity, Geometry, Observer, Place
 from thinwire.reducers.alone import BoundAlone
 from thinwire.reducers.coordinates import Coordinates, matrix_shapes, wire_slots
 from thinwire.reducers.finite import FiniteWatch
@@ -189,6 +189,14 @@ class BoundQuantized:
         wire.phase("gather")
         for slot in slots:
             self._regions[(slot.name,)] = self._region([slot])
+
+    @property
+    def observers(self) -> Mapping[str, Observer]:
+        return self._coordinates.geometry.observers if self._coordinates else {}
+
+    @property
+    def fidelity(self) -> Mapping[str, Fidelity]:
+        return self._coordinates.geometry.fidelity if self._coordinates else {}
 
     def begin(self) -> None:
         self._settle()

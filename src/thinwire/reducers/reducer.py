@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from thinwire.collectives import Slot, Wire
+from thinwire.geometry import Fidelity, Observer
 
 State: TypeAlias = dict[str, Any]
 """Plain tensors and numbers by name."""
@@ -28,6 +29,15 @@ class BoundReducer(Protocol):
     @property
     def replicas(self) -> Literal["identical", "drift"]:
         """Whether all ranks hold the same bits after a reduction."""
+
+    @property
+    def observers(self) -> Mapping[str, Observer]:
+        """Who wants to see the inputs of layers in forward passes before the next reduction, by the name of the
+        layer's weight; empty when nobody does."""
+
+    @property
+    def fidelity(self) -> Mapping[str, Fidelity]:
+        """What the encoding leaves of gradients, by slot, as last measured; the same on all ranks."""
 
     def begin(self) -> None:
         """Open a reduction: settle the previous one (commit its error memory, or drop it if a mean was

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.futures import Future, collect_all
 
 from thinwire.collectives import Slot, Wire
+from thinwire.geometry import Fidelity, Observer
 from thinwire.reducers.dense import Dense
 from thinwire.reducers.parts import Parts
 from thinwire.reducers.reducer import BoundReducer, Reducer, State, done
@@ -79,6 +80,14 @@ class BoundRouted:
     def replicas(self) -> Literal["identical", "drift"]:
         drifts = any(part.replicas == "drift" for part in self._parts.each())
         return "drift" if drifts else "identical"
+
+    @property
+    def observers(self) -> Mapping[str, Observer]:
+        return self._parts.observers
+
+    @property
+    def fidelity(self) -> Mapping[str, Fidelity]:
+        return self._parts.fidelity
 
     def begin(self) -> None:
         self._settle()

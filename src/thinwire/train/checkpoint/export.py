@@ -103,6 +103,14 @@ def load_model(checkpoint: Path, manifest: Manifest) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = _config(checkpoint, manifest.model_config)
+    with torch.device("meta"):  # no memory and no random weights for what is replaced at once
+        model = AutoModelForCausalLM.from_config(config)
+    _fill(checkpoint, model, model_tensors(checkpoint, manifest))
+    return model
+
+
+def model_tensors(checkpoint: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """The saved parameters and persistent buffers by name; tied ones once."""
     saved = open_saved(checkpoint, manifest, Ranks(None))
     tensors = {
         key: torch.empty(shape, dtype=dtype)
@@ -110,10 +118,7 @@ def load_model(checkpoint: Path, manifest: Manifest) -> Any:
         if key.startswith("model.")
     }
     saved.read(tensors)
-    with torch.device("meta"):  # no memory and no random weights for what is replaced at once
-        model = AutoModelForCausalLM.from_config(config)
-    _fill(checkpoint, model, {key.removeprefix("model."): tensor for key, tensor in tensors.items()})
-    return model
+    return {key.removeprefix("model."): tensor for key, tensor in tensors.items()}
 
 
 def _config(checkpoint: Path, described: dict[str, JSON] | None) -> Any:
