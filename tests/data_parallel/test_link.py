@@ -123,6 +123,13 @@ def _states_of_others() -> dict[str, str]:
     return {whose: _said(lambda state=state: link.load_state_dict(state)) for whose, state in found.items()}
 
 
+def _rolled_back() -> list[str]:
+    link = tw.attach(DDP(layers(20, 30, 8)), FP8)
+    return [
+        _said(lambda names=names: link.rollback(names)) for names in (None, [link.slots[0].name], ["layers.9"])
+    ]
+
+
 def _said(action: Any) -> str:
     try:
         action()
@@ -140,6 +147,7 @@ def _three_ranks() -> dict[str, Any]:
         "overlap": {name: _overlap(reducer) for name, reducer in REDUCERS.items()},
         "profiled": _profiled(),
         "states": _states_of_others(),
+        "rolled back": _rolled_back(),
     }
 
 
@@ -188,6 +196,11 @@ def test_the_state_of_another_rank_or_number_of_ranks_is_refused_in_a_line(ranks
         assert f"is of rank {(number + 1) % 3} of 3{here}" in rank["states"]["next rank"]
         assert f"is of rank {number} of 4{here}" in rank["states"]["four ranks"]
         assert f"is of rank None of 3{here}" in rank["states"]["nobody"]
+
+
+def test_a_name_that_is_not_averaged_cannot_be_rolled_back(ranks: list[dict[str, Any]]) -> None:
+    line = "rollback: 'layers.9' is not averaged by this link; see link.slots for the names"
+    assert [rank["rolled back"] for rank in ranks] == [["fine", "fine", line]] * 3
 
 
 def test_a_model_dropped_with_its_link_is_collected_and_its_worker_ends(ranks: list[dict[str, Any]]) -> None:

@@ -28,7 +28,7 @@ REDUCERS: tuple[Reducer, ...] = (
     ),
     After(3, Quantized("fp8_e5m2", feedback="error")),
     After(1, Routed(Quantized("fp8_e4m3_span", feedback="error"))),
-    Quantized("nvfp4", feedback="error", geometry=GIFT(rank=8)),
+    Quantized("nvfp4", feedback="error", geometry=GIFT(rank=8, sides="right")),
     Routed(Quantized("int4", feedback="error", geometry=GIFT(rank=4, sides="both", refresh_every=2))),
     Quantized("int4_span", feedback="error", geometry=Hadamard(32)),
 )
@@ -170,14 +170,18 @@ def misfits() -> None:
     for change, sentence in [
         ({"format_version": 7}, "format_version 7, this version reads 1"),
         ({"residual.w": torch.zeros(3, 4)}, r"residual of 'w' has shape \(3, 4\), expected \(4, 3\)"),
+        ({"residual.w": [0.0]}, "residual of 'w' is of type list, expected a tensor"),
+        ({"reductions": None}, "None for its number of reductions"),
+        ({"reductions": -1}, "-1 for its number of reductions"),
         ({"residual.stranger": torch.zeros(3)}, "a residual of 'stranger', which this reducer does not keep"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             bound.load_state_dict({**good, **change})
     with pytest.raises(ValueError, match="the reducer state has no residual of 'b'"):
         bound.load_state_dict({key: value for key, value in good.items() if key != "residual.b"})
-    with pytest.raises(ValueError, match="a residual of 'w', which this reducer does not keep"):
-        Quantized("fp8_e4m3").bind(slots, wire).load_state_dict(good)
+    for other in (Quantized("fp8_e4m3"), Dense(), Local()):
+        with pytest.raises(ValueError, match="a residual of 'w', which this reducer does not keep"):
+            other.bind(slots, wire).load_state_dict(good)
     wire.close()
 
 

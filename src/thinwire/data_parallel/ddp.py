@@ -119,7 +119,7 @@ class Trampoline:
 
     def _dropped(self, before: dict[str, int | None]) -> list[str]:
         """Parameters whose averaged gradient DDP has not taken, because no rank used them."""
-        after = self._versions()
+        after = {name: version for name, version in self._versions().items() if name in self.averaged}
         return [
             name for name in after if after[name] is None or (self._copies_back and after[name] == before[name])
         ]

@@ -101,7 +101,15 @@ class Link:
 
     def rollback(self, names: list[str] | None = None) -> None:
         """Forget what the last reduction added to the error memory, of all slots or of `names`: for a caller
-        who throws that reduction's gradients away. All ranks call it alike, before the next backward pass."""
+        who throws that reduction's gradients away. All ranks call it alike, before the next backward pass.
+
+        Raises ValueError for a name that is not one of `slots`.
+        """
+        known = {slot.name for slot in self._slots}
+        if unknown := [name for name in names or () if name not in known]:
+            raise ValueError(
+                f"rollback: {unknown[0]!r} is not averaged by this link; see link.slots for the names"
+            )
         self.reducer.rollback(names)
 
     def control_all_reduce(self, tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from thinwire.collectives.pipeline import Task
 from thinwire.geometry import Fidelity, Observer
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.pieces import Pieces
-from thinwire.reducers.reducer import State, check_tensors, done, label, new_state, reductions_in
+from thinwire.reducers.reducer import State, check_tensors, done, label, new_state, reductions_in, residuals_in
 from thinwire.reducers.views import memory_view
 
 
@@ -120,6 +120,7 @@ class BoundDense:
         return new_state(self._reductions)
 
     def load_state_dict(self, state: State) -> None:
+        residuals_in(state, {})  # another reducer's are refused rather than dropped
         self._reductions = reductions_in(state)
 
     def memory_bytes(self) -> int:

@@ -12,7 +12,7 @@ from torch.futures import Future
 from thinwire.collectives import Slot, Wire
 from thinwire.geometry import Fidelity, Observer
 from thinwire.reducers.pieces import Pieces
-from thinwire.reducers.reducer import State, check_tensors, done, new_state, reductions_in
+from thinwire.reducers.reducer import State, check_tensors, done, new_state, reductions_in, residuals_in
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class BoundLocal:
         return new_state(self._reductions)
 
     def load_state_dict(self, state: State) -> None:
+        residuals_in(state, {})  # another reducer's are refused rather than dropped
         self._reductions = reductions_in(state)
 
     def memory_bytes(self) -> int:

@@ -131,11 +131,14 @@ def new_state(reductions: int) -> State:
 
 
 def reductions_in(state: State) -> int:
-    """The number of reductions in a state. Raises ValueError for one of another format version."""
+    """The number of reductions in a state. Raises ValueError for one of another format version, or without."""
     version = state.get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(f"reducer state has format_version {version}, this version reads {FORMAT_VERSION}")
-    return int(state["reductions"])
+    count = state.get("reductions")
+    if type(count) is not int or count < 0:
+        raise ValueError(f"reducer state has {count!r} for its number of reductions")
+    return count
 
 
 def residuals_in(state: State, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
@@ -148,6 +151,8 @@ def residuals_in(state: State, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
     for name, slot in slots.items():
         if name not in found:
             raise ValueError(f"the reducer state has no residual of {name!r}")
+        if not isinstance(found[name], Tensor):
+            raise ValueError(f"residual of {name!r} is of type {type(found[name]).__name__}, expected a tensor")
         if tuple(found[name].shape) != tuple(slot.shape):
             raise ValueError(f"residual of {name!r} has shape {tuple(found[name].shape)}, expected {slot.shape}")
     return found
