@@ -73,7 +73,7 @@ def test_inverse_undoes_forward(sides: str, rank: int) -> None:
 
 
 def test_rows_can_be_changed_apart_unless_both_sides_are() -> None:
-    ranks = world(GIFT(rank=8))
+    ranks = world(GIFT(rank=8, sides="right"))
     refresh(ranks, 1, gradients())
     gradient = gradients(draw=1)["a"]
     parts = [ranks[0].forward("a", part) for part in gradient.split(13)]
@@ -105,7 +105,7 @@ def test_a_payload_is_what_the_docstring_says() -> None:
 
 def test_bytes_in_the_long_run_are_one_gather_per_refresh() -> None:
     shapes = {"a": (64, 96)}
-    assert GIFT(rank=8, refresh_every=10).sent_bytes(shapes, 4) == 3 * 4 * (4 + 9 * 96 + 9) // 10
+    assert GIFT(rank=8, sides="right", refresh_every=10).sent_bytes(shapes, 4) == 3 * 4 * (4 + 9 * 96 + 9) // 10
     assert GIFT(freeze_after=3).sent_bytes(shapes, 4) == 0
 
 
@@ -124,7 +124,7 @@ def test_the_error_on_a_fresh_gradient_is_much_smaller(format: str, power: float
 
 
 def test_damping_is_chosen_by_measurement_unless_set() -> None:
-    ranks, fixed = world(GIFT()), world(GIFT(damping=0.3))
+    ranks, fixed = world(GIFT(sides="right")), world(GIFT(sides="right", damping=0.3))
     for reduction in (1, 2, 3):
         refresh(ranks, reduction, gradients(draw=reduction))
         refresh(fixed, reduction, gradients(draw=reduction))

@@ -30,7 +30,7 @@ SLOTS = (
 )
 GEOMETRIES: dict[str, Geometry] = {
     "hadamard": Hadamard(64),
-    "gift": GIFT(rank=8, refresh_every=4),
+    "gift": GIFT(rank=8, sides="right", refresh_every=4),
     "both": GIFT(rank=8, refresh_every=4, sides="both", power=1.0),
 }
 STEPS = 11  # with refreshes at 1, 2, 3, 5 and 9
@@ -150,7 +150,7 @@ def test_with_float32_on_the_wire_the_mean_is_the_plain_mean(geometry: str) -> N
 def scattered() -> list[float]:
     """Relative errors of this rank's pieces of a reduce_scatter in GIFT coordinates."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    bound, wire = bind(Quantized("fp32", geometry=GIFT(rank=8)), SLOTS)
+    bound, wire = bind(Quantized("fp32", geometry=GIFT(rank=8, sides="right")), SLOTS)
     places = Layout(tuple(wire_slots(SLOTS)), world_size, 8).places
     distances = []
     for step in range(3):
@@ -172,7 +172,7 @@ def test_a_piece_of_a_reduce_scatter_is_whole_rows_of_the_mean() -> None:
 
 
 def mixing_refused() -> str:
-    bound, wire = bind(Quantized("nvfp4", geometry=GIFT(sides="both")), SLOTS)
+    bound, wire = bind(Quantized("nvfp4", geometry=GIFT()), SLOTS)
     bound.begin()
     try:
         bound.reduce_scatter({"bias": torch.zeros(41)}, {"bias": torch.zeros(41)})

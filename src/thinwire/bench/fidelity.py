@@ -178,7 +178,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--formats", default=DEFAULT_FORMATS, help=f"comma separated (default {DEFAULT_FORMATS})")
     parser.add_argument("--rank", type=whole_number(1, 4096), default=32, help="of GIFT (default 32)")
     parser.add_argument("--power", type=float, default=0.5, help="of GIFT (default 0.5)")
-    parser.add_argument("--sides", choices=("right", "both"), default="right", help="of GIFT (default right)")
+    parser.add_argument("--sides", choices=("right", "both"), default="both", help="of GIFT (default both)")
     parser.add_argument("--damping", type=float, help="of GIFT (default: measured)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args(argv)

@@ -56,8 +56,9 @@ class GIFT:
     statistic: Literal["gradient", "input"] = "gradient"
     """Whose second moment: that of the gradient's rows, or of the layer's inputs (A of K-FAC, the paper's), seen
     by forward hooks on refresh reductions; matrices that are no Linear layer's take the gradient's."""
-    sides: Literal["right", "both"] = "right"
-    """"both" also changes the coordinates of columns, by rows: for whole matrices only, not for shards of rows."""
+    sides: Literal["right", "both"] = "both"
+    """"right" changes the coordinates of each row; "both" also those of each column, by the second moment of the
+    gradient's columns: for whole matrices only, not for shards of rows."""
     refresh_every: int = 50
     """Reductions between refreshes."""
     decay: float = 0.5

@@ -146,6 +146,7 @@ def _steps(
                         val_loss=progress.val_loss if validates else None,
                     )
                 )
+                log.fidelity(progress.step, run.link.fidelity)
             logged, tokens = time.perf_counter(), progress.tokens
         if progress.bad_in_a_row >= config.max_bad_steps:
             raise TrainingError(

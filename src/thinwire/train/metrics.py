@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import nn
 
+from thinwire.geometry import Fidelity
 from thinwire.streams import Lasting
 from thinwire.train import files
 from thinwire.train.config import LoggingConfig
@@ -80,6 +82,7 @@ class RunLog:
         self._lines = (out / METRICS).open("a", encoding="utf-8")
         self._console = Console(file=cast(IO[str], Lasting(sys.stdout)), soft_wrap=True, highlight=False)
         self._events = _events(out / "tensorboard", first_step) if config.tensorboard else None
+        self._measured: Mapping[str, Fidelity] = {}
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if config.progress and self._console.is_terminal:
@@ -104,6 +107,15 @@ class RunLog:
             self._console.print(f"step {metrics.step}/{self._steps}: {text}")
         if metrics.val_loss is not None and self._config.progress:
             self.say(f"step {metrics.step}: validation loss {metrics.val_loss:.4f} nats/byte")
+
+    def fidelity(self, step: int, measured: Mapping[str, Fidelity]) -> None:
+        """What encoding leaves of each layer's gradient, to TensorBoard, whenever it was measured anew."""
+        if self._events is None or measured == self._measured:
+            return
+        self._measured = dict(measured)
+        for layer, values in measured.items():
+            for key, value in asdict(values).items():
+                self._events.add_scalar(f"fidelity_{key}/{layer}", value, step)
 
     def say(self, text: str) -> None:
         """A line for the person at the terminal. The console's markup would take `[...]` out of a path."""

@@ -1,0 +1,162 @@
+"""Geometries that want layer inputs are shown them: on refreshes only, without padding, once, compiled or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+import thinwire as tw
+from tests.support.ranks import run_ranks
+from thinwire.data_parallel.inputs import InputWatch
+
+INPUT = tw.Quantized("nvfp4", feedback="error", geometry=tw.GIFT(rank=4, statistic="input", refresh_every=3))
+
+
+class Attention(nn.Module):
+    """q, k and v of one input; dropout; gate and up of another; padding is told by a mask that no layer sees."""
+
+    def __init__(self, *, again: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(24, 24) for _ in range(3))
+        self.drop = nn.Dropout(0.5)
+        self.gate, self.up = nn.Linear(24, 40), nn.Linear(24, 40)
+        self.down = nn.Linear(40, 24)
+        self._again = again
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        if self._again:
+            return checkpoint(self._layers, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return self._layers(x)
+
+    def _layers(self, x: Tensor) -> Tensor:
+        mixed = self.drop(self.q(x).tanh() * self.k(x) + self.v(x))
+        return self.down(self.gate(mixed).tanh() * self.up(mixed))  # type: ignore[no-any-return]
+
+
+def batch(step: int, rank: int = 0) -> Tensor:
+    return torch.randn(3, 5, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def watched(
+    model: nn.Module, run: Callable[[nn.Module], object], names: tuple[str, ...] = ("q", "k", "v", "gate", "down")
+) -> list[tuple[str, Tensor]]:
+    """What an observer of these layers is shown while `run` uses the model."""
+    seen: list[tuple[str, Tensor]] = []
+
+    def observers() -> dict[str, Callable[[Tensor], None]]:
+        return {f"{name}.weight": lambda rows, name=name: seen.append((name, rows)) for name in names}  # type: ignore[misc]
+
+    watch = InputWatch(model, observers, prefix="")
+    run(model)
+    watch.remove()
+    run(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    return seen
+
+
+def test_layers_are_shown_in_order_as_rows_and_those_that_share_an_input_share_the_rows() -> None:
+    seen = watched(Attention(), lambda model: model(batch(0)).sum().backward())
+    assert [name for name, _ in seen] == ["q", "k", "v", "gate", "down"]
+    rows = dict(seen)
+    assert torch.equal(rows["q"], batch(0).view(15, 24))
+    assert rows["q"] is rows["k"] is rows["v"]
+    assert rows["gate"].shape == (15, 24)
+    assert rows["down"].shape == (15, 40)
+
+
+def test_padded_tokens_are_left_out() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]])
+    seen = watched(Attention(), lambda model: model(batch(0), attention_mask=mask), ("q", "down"))
+    assert [len(rows) for _, rows in seen] == [9, 9]
+    assert torch.equal(seen[0][1], batch(0)[mask.bool()])
+
+
+def test_activation_checkpointing_shows_a_layer_once() -> None:
+    seen = watched(Attention(again=True), lambda model: model(batch(0).requires_grad_()).sum().backward())
+    assert [name for name, _ in seen] == ["q", "k", "v", "gate", "down"]
+
+
+def test_passes_without_gradients_are_not_watched() -> None:
+    def evaluate(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(batch(0))
+
+    assert watched(Attention(), evaluate) == []
+
+
+def test_a_forward_pass_that_fails_leaves_no_hooks_behind() -> None:
+    def fail(model: nn.Module) -> None:
+        with pytest.raises(RuntimeError):
+            model(torch.zeros(2, 7))
+
+    watched(Attention(), fail)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compiled_model_is_shown_an_extra_pass_with_the_same_random_numbers(inside: bool) -> None:
+    model = Attention()
+
+    def outputs(called: nn.Module) -> list[Tensor]:
+        torch.manual_seed(3)
+        return [called(batch(step)).detach() for step in range(2)]
+
+    if inside:
+        model.compile(backend="aot_eager")
+        compiled: nn.Module = model
+    else:
+        compiled = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
+    plain = outputs(compiled)
+    results: list[list[Tensor]] = []
+    seen = watched(compiled, lambda called: results.append(outputs(called)), ("q", "gate"))
+    assert [name for name, _ in seen] == ["q", "gate"] * 2
+    assert torch.equal(seen[0][1], batch(0).view(15, 24))
+    assert all(torch.equal(a, b) for a, b in zip(plain, results[0]))
+
+
+def trained(kind: str) -> dict[str, Any]:
+    """Six steps with two micro-batches each; what the geometry was shown, and what it found."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    ddp = DDP(Attention(again=kind == "checkpointed"))
+    link = tw.attach(ddp, tw.Routed(INPUT, "*.weight") if kind != "after" else tw.After(2, INPUT))
+    shown = []
+    inner = link.reducer
+    for step in range(6):
+        wanted = sorted(inner.observers)
+        for n in range(2):
+            with ddp.no_sync() if n == 0 else torch.enable_grad():
+                ddp(batch(2 * step + n, rank)).square().mean().backward()
+        shown.append(wanted)
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter -= 0.01 * parameter.grad
+                parameter.grad = None
+    link.verify()
+    measured = {name: (f.error, f.plain_error) for name, f in link.fidelity.items()}
+    link.detach()
+    assert not ddp._forward_pre_hooks
+    return {"shown": shown, "measured": measured}
+
+
+def test_statistics_of_inputs_are_gathered_on_refresh_reductions_only() -> None:
+    """Refreshes at reductions 1, 2, 3, 4 (every 3 after the first, and at doubling distances) of 6."""
+    for rank, result in enumerate(run_ranks(trained, 2, "plain")):
+        wanted = [bool(names) for names in result["shown"]]
+        assert wanted == [True, True, True, True, False, False], rank
+        assert set(result["measured"]) == {f"{name}.weight" for name in ("q", "k", "v", "gate", "up", "down")}
+
+
+@pytest.mark.parametrize("kind", ["checkpointed", "after"])
+def test_inputs_are_seen_under_checkpointing_and_after_a_warm_up(kind: str) -> None:
+    for result in run_ranks(trained, 2, kind):
+        wanted = [bool(names) for names in result["shown"]]
+        assert wanted == ([False] * 2 + [True] * 4 if kind == "after" else [True] * 4 + [False] * 2)
+        assert len(result["measured"]) == 6
