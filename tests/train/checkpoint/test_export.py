@@ -164,6 +164,11 @@ def test_what_a_run_trained_is_what_is_exported(tmp_path: Path) -> None:
         ),
         (("{tmp}/code", "{tmp}/new"), 1, "is of a model with Python code of its own, which export does not run"),
         (("{tmp}/alien", "{tmp}/new"), 1, "is of model type 'alien', which the installed transformers lacks"),
+        (
+            ("{tmp}/headless", "{tmp}/new"),
+            1,
+            "step-00000005: the installed transformers builds no model from its config (",
+        ),
         (("{tmp}/bare", "{tmp}/new"), 1, "is not of a Hugging Face model"),
         (("{tmp}/wrong", "{tmp}/new"), 1, "does not fit its config: "),
         (("{tmp}/less", "{tmp}/new"), 1, "has, and the model has not, model.layers.1."),
@@ -188,6 +193,7 @@ def test_what_cannot_be_exported_is_one_line(
         "wrong": {"intermediate_size": 25},
         "less": {"num_hidden_layers": 1},
         "more": {"num_hidden_layers": 3},
+        "headless": {"num_attention_heads": 0},
         "bare": None,
     }.items():
         shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / name)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.train.checkpoint.manifest import JSON, MANIFEST, CheckpointError, Damaged, Manifest, checkpoints_in
-from thinwire.train.checkpoint.ranks import Ranks
+from thinwire.train.checkpoint.ranks import Ranks, kind_and_line
 from thinwire.train.checkpoint.storage import open_saved
 from thinwire.train.data.samples import DataError
 from thinwire.train.data.tokenizers import load_tokenizer
@@ -102,9 +102,16 @@ def load_model(checkpoint: Path, manifest: Manifest) -> Any:
     """The Hugging Face model with the saved parameters, in the dtype in which they were trained."""
     from transformers import AutoModelForCausalLM
 
-    config = _config(checkpoint, manifest.model_config)
-    with torch.device("meta"):  # no memory and no random weights for what is replaced at once
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        config = _config(checkpoint, manifest.model_config)
+        with torch.device("meta"):  # no memory and no random weights for what is replaced at once
+            model = AutoModelForCausalLM.from_config(config)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever another release of transformers says to this config
+        raise CheckpointError(
+            f"{checkpoint}: the installed transformers builds no model from its config ({kind_and_line(error)})"
+        ) from error
     _fill(checkpoint, model, model_tensors(checkpoint, manifest))
     return model
 
