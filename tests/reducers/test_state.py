@@ -12,6 +12,7 @@ import torch
 from tests.reducers.gradients import UNEVEN, bind, equal, gradients, plain, reduce
 from tests.support.ranks import run_ranks
 from thinwire.collectives import CHUNK, Slot, Wire
+from thinwire.formats import NVFP4
 from thinwire.geometry import GIFT, Hadamard
 from thinwire.reducers import After, BoundReducer, Dense, Local, Quantized, Reducer, Routed
 
@@ -31,6 +32,7 @@ REDUCERS: tuple[Reducer, ...] = (
     Quantized("nvfp4", feedback="error", geometry=GIFT(rank=8, sides="right")),
     Routed(Quantized("int4", feedback="error", geometry=GIFT(rank=4, sides="both", refresh_every=2))),
     Quantized("int4_span", feedback="error", geometry=Hadamard(32)),
+    Quantized(NVFP4(rounding="stochastic")),
 )
 
 

@@ -34,6 +34,11 @@ Deliver = Callable[[Chunk, int, Callable[[Tensor], object]], None]
 `out`, float32 (columns,), which may be where it is wanted in the end."""
 
 
+Draw = Callable[[Chunk, int], Tensor | None]
+"""`draw(chunk, owner)`: the keys, int32 (spans,), with which this rank encodes its contribution to the owner's
+pieces, or for its own rank their mean; None for a format that needs none."""
+
+
 @dataclass
 class Buffers:
     """Buffers handed out and taken back, by size: a fresh tensor costs more than encoding into it."""
@@ -75,6 +80,7 @@ class TwoPhase:
     scale: float
     """Each rank's weight / world size."""
     loss_scale: float = 1.0
+    draw: Draw = lambda chunk, owner: None
 
     def all_reduce(self, chunk: Chunk, deliver: Deliver) -> Task:
         """Steps 1 to 5 for one chunk."""
@@ -82,7 +88,7 @@ class TwoPhase:
         total = yield from self._reduce(chunk)
         send = self.buffers.take(nbytes)
         with record_function("thinwire::encode"):
-            self.format.encode(total, send, spans=chunk.spans)
+            self.format.encode(total, send, spans=chunk.spans, key=self.draw(chunk, self.wire.rank))
             if self.residual is not None:
                 own = self.rows[self.wire.rank, chunk.start : chunk.stop]
                 self._keep(own, total, send, chunk, delivered=True)
@@ -113,9 +119,10 @@ class TwoPhase:
                 rows.mul_(self.scale)
             if self.residual is not None:
                 rows.add_(self.residual[:, chunk.start : chunk.stop], alpha=self.loss_scale)
-            foreign = [row for owner, row in enumerate(rows) if owner != rank]
-            for row, encoded in zip(foreign, send.view(others, nbytes)):
-                self.format.encode(row, encoded, spans=chunk.spans)
+            foreign = [owner for owner in range(len(rows)) if owner != rank]
+            for owner, encoded in zip(foreign, send.view(others, nbytes)):
+                row = rows[owner]
+                self.format.encode(row, encoded, spans=chunk.spans, key=self.draw(chunk, owner))
                 if self.residual is not None:
                     self._keep(row, row, encoded, chunk)
         with record_function("thinwire::send"):

@@ -34,6 +34,10 @@ class Cast:
     def block(self) -> int:
         return 8  # 16 bytes of a two-byte dtype
 
+    @property
+    def needs_key(self) -> bool:
+        return False
+
     def nbytes(self, spans: Spans) -> int:
         return aligned(sum(spans) * self.dtype.itemsize)
 

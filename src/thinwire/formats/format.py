@@ -30,6 +30,10 @@ class Format(Protocol):
     def block(self) -> int:
         """Elements that share a scale; spans are zero-padded to whole blocks."""
 
+    @property
+    def needs_key(self) -> bool:
+        """Whether `encode` rounds stochastically and needs keys."""
+
     def nbytes(self, spans: Spans) -> int:
         """Exact size of an encoded chunk in bytes, padding included."""
 

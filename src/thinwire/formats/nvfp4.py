@@ -54,6 +54,10 @@ class NVFP4:
     def block(self) -> int:
         return BLOCK
 
+    @property
+    def needs_key(self) -> bool:
+        return self.rounding == "stochastic"
+
     def compiled(self, chunk: int) -> Format:
         return replace(self, run=Compiled(chunk))
 

@@ -78,6 +78,10 @@ class BlockScaled:
             power = {"exact": "", "rceil": "_pow2"}.get(self.scale, f"_pow2_{self.scale}")
         return name + power + ("_sr" if self.rounding == "stochastic" else "")
 
+    @property
+    def needs_key(self) -> bool:
+        return self.rounding == "stochastic"
+
     def compiled(self, chunk: int) -> Format:
         return replace(self, run=Compiled(chunk))
 

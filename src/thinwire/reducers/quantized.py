@@ -33,8 +33,9 @@ from torch.futures import Future
 from thinwire.collectives import CHUNK, Chunk, Layout, Slot, Wire
 from thinwire.collectives.pipeline import Task
 from thinwire.collectives.two_phase import Buffers, Deliver, TwoPhase, round_to_slots
-from thinwire.formats import Format, get
+from thinwire.formats import Format, Spans, get
 from thinwire.formats.kernels import can_compile
+from thinwire.formats.stochastic import span_key
 from thinwire.geometry import Fidelity, Geometry, Observer, Place
 from thinwire.reducers.alone import BoundAlone
 from thinwire.reducers.coordinates import Coordinates, matrix_shapes, wire_slots
@@ -75,6 +76,9 @@ class Quantized:
 
     geometry: Geometry | None = None
     """The coordinates in which matrices are encoded, such as `tw.GIFT()`; None: their own."""
+
+    seed: int = 0
+    """Of stochastic rounding, where the format does that."""
 
     compile: bool | None = None
     """Fuse the kernels with torch.compile (same bits); None: from 8 Mi elements on, where a compiler is found."""
@@ -143,7 +147,7 @@ def round_trip(format: Format, matrix: Tensor) -> Tensor:
     flat = F.pad(matrix.reshape(-1), (0, padded - matrix.numel()))
     spans = tuple(len(part) for part in flat.split(CHUNK // format.block * format.block))
     encoded = torch.empty(format.nbytes(spans), dtype=torch.uint8, device=flat.device)
-    format.encode(flat, encoded, spans=spans)
+    format.encode(flat, encoded, spans=spans, key=_any_key(format, spans, flat.device))
     format.decode(encoded, flat, spans=spans)
     return flat[: matrix.numel()].view(matrix.shape)
 
@@ -153,9 +157,13 @@ def _compile_now(format: Format, numel: int, device: torch.device) -> None:
     spans = (numel // format.block * format.block,)
     values = torch.zeros(spans, device=device)
     encoded = torch.empty(format.nbytes(spans), dtype=torch.uint8, device=device)
-    format.encode(values, encoded, spans=spans)
+    format.encode(values, encoded, spans=spans, key=_any_key(format, spans, device))
     format.decode(encoded, values, spans=spans)
     format.decode_add(encoded, values, spans=spans)
+
+
+def _any_key(format: Format, spans: Spans, device: torch.device) -> Tensor | None:
+    return torch.zeros(len(spans), dtype=torch.int32, device=device) if format.needs_key else None
 
 
 class BoundQuantized:
@@ -177,6 +185,7 @@ class BoundQuantized:
         slots = wire_slots(slots) if coordinates else slots
         self._slots = {slot.name: slot for slot in slots}
         self._keeps = config.feedback == "error"
+        self._seed = config.seed
         self._reductions = 0
         self._loss_scale = 1.0
         self._buffers = Buffers(wire.device)
@@ -288,8 +297,23 @@ class BoundQuantized:
     def _two_phase(self, region: Region, weight: float) -> TwoPhase:
         scale = weight / self._wire.world_size
         return TwoPhase(
-            self._wire, self._format, self._buffers, region.work, region.residual, scale, self._loss_scale
+            self._wire,
+            self._format,
+            self._buffers,
+            region.work,
+            region.residual,
+            scale,
+            self._loss_scale,
+            self._draw,
         )
+
+    def _draw(self, chunk: Chunk, owner: int) -> Tensor | None:
+        """The keys of stochastic rounding: the same after a restart, other ones in every reduction."""
+        if not self._format.needs_key:
+            return None
+        where = (self._reductions, self._wire.rank, owner)
+        keys = [span_key(self._seed, part.place.slot.name, *where, part.start) for part in chunk.segments]
+        return torch.tensor(keys, dtype=torch.int32, device=self._wire.device)
 
     def _submit(
         self,
