@@ -31,7 +31,15 @@ from thinwire.train.run import assemble, count_targets, fetch, summed_loss, thro
 SUMMARY_KEYS = [
     *("recipe", "world_size", "steps", "tokens", "final_train_loss", "val_loss", "sent_bytes_per_rank"),
     *("sent_bytes_between_groups_per_rank", "sent_bytes_per_param_per_step", "wall_seconds", "comm_seconds"),
-    *("encode_seconds", "tokens_per_second", "peak_memory_bytes", "parameters", "seed", "param_hash"),
+    *(
+        "hidden_comm_seconds",
+        "encode_seconds",
+        "tokens_per_second",
+        "peak_memory_bytes",
+        "parameters",
+        "seed",
+        "param_hash",
+    ),
     *("skipped_steps", "corpus_hash", "torch_version", "config"),
 ]
 
@@ -41,6 +49,7 @@ def test_a_run_writes_its_summary_metrics_configuration_and_checkpoint(tmp_path:
     summaries = run_ranks(run_job, 2, job(tmp_path, recipe="fp8-ef", logging_tensorboard=True), out)
     summary = json.loads((out / "summary.json").read_text())
     assert list(summary) == SUMMARY_KEYS
+    assert summary["hidden_comm_seconds"] > 0
     assert (summary["recipe"], summary["world_size"], summary["steps"]) == ("fp8-ef", 2, 6)
     assert summary["tokens"] == 6 * 6 * 23  # steps, sequences, targets per sequence
     assert summary["sent_bytes_per_param_per_step"] == pytest.approx(

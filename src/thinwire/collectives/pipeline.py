@@ -74,10 +74,13 @@ class _Flight:
 
 
 class Pipeline:
-    """Runs jobs; `busy_seconds` is the time spent computing (encode, decode, copy), waits excluded."""
+    """Runs jobs; `busy_seconds` is the time spent computing (encode, decode, copy), waits excluded, and
+    `sending_seconds` that in which any collective was under way."""
 
     def __init__(self, device: torch.device, explain: Explain) -> None:
         self.busy_seconds = 0.0
+        self.sending_seconds = 0.0
+        self._sending_since: float | None = None
         self.error: Exception | None = None
         """What broke the wire, here or in its control traffic; every later job fails with it."""
         self._explain = explain
@@ -192,6 +195,9 @@ class Pipeline:
         except RuntimeError as error:
             self._fail(self._explain(flight.pending.op, flight.job.label, error), flight.job)
             return
+        if self._sending_since is not None and not any(self._lanes.values()):
+            self.sending_seconds += time.perf_counter() - self._sending_since
+            self._sending_since = None
         self._advance(flight.job, flight.task)
 
     def _advance(self, job: Job, task: Task) -> None:
@@ -206,6 +212,8 @@ class Pipeline:
             self._fail(self._explain("encode or send", job.label, error), job)
         else:
             self._lanes[pending.lane].append(_Flight(job, task, pending))
+            if self._sending_since is None:
+                self._sending_since = time.perf_counter()
         self.busy_seconds += time.perf_counter() - begin
 
     def _finish(self, job: Job) -> None:

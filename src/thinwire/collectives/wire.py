@@ -79,6 +79,11 @@ class Wire:
         return self._pipeline.busy_seconds
 
     @property
+    def sending_seconds(self) -> float:
+        """Seconds in which a collective of the worker was under way."""
+        return self._pipeline.sending_seconds
+
+    @property
     def error(self) -> Exception | None:
         """What broke this wire, if anything did; nothing can be submitted after it."""
         return self._pipeline.error

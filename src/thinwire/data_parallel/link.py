@@ -67,6 +67,12 @@ class Link:
         return self._wire.busy_seconds
 
     @property
+    def sending_seconds(self) -> float:
+        """Seconds since `attach` in which gradients were under way; what of them is not in `exposed_seconds` was
+        hidden behind the backward pass. On CUDA: what enqueueing took."""
+        return self._wire.sending_seconds
+
+    @property
     def fidelity(self) -> Mapping[str, Fidelity]:
         """For each parameter whose coordinates a geometry chose: `error`, `plain_error` and `cosine` of a round
         trip of its gradient through the format, as its owner measured them at the last refresh. The same on all

@@ -298,6 +298,10 @@ def _summary(run: Run, progress: Progress) -> dict[str, Any]:
         "sent_bytes_per_param_per_step": sent / run.parameters / max(1, progress.step),
         "wall_seconds": progress.wall_seconds,
         "comm_seconds": max(progress.comm_seconds),
+        "hidden_comm_seconds": max(
+            max(0.0, sending - exposed)
+            for sending, exposed in zip(progress.sending_seconds, progress.comm_seconds)
+        ),
         "encode_seconds": max(progress.encode_seconds),
         "tokens_per_second": progress.tokens / max(1e-9, progress.wall_seconds),
         "peak_memory_bytes": int(peak),

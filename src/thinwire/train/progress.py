@@ -16,6 +16,8 @@ from thinwire.train.metrics import Baseline
 if TYPE_CHECKING:
     from thinwire.train.run import Run
 
+_MEASURED = ("sent_bytes", "comm_seconds", "sending_seconds", "encode_seconds")  # of each rank
+
 
 @dataclass
 class Progress:
@@ -36,6 +38,8 @@ class Progress:
     """Of each rank, control traffic apart."""
     comm_seconds: list[float] = field(default_factory=list)
     """Of each rank: the backward pass waited for communication."""
+    sending_seconds: list[float] = field(default_factory=list)
+    """Of each rank: gradients were under way, exposed or hidden behind the backward pass."""
     encode_seconds: list[float] = field(default_factory=list)
     """Of each rank: encoding and decoding."""
     ddp_bytes: float = 0.0
@@ -43,7 +47,7 @@ class Progress:
 
     def __post_init__(self) -> None:
         self._since = time.perf_counter()
-        self._before = (0, 0.0, 0.0)  # this rank's bytes and seconds before the last start or measurement
+        self._before = dict.fromkeys(_MEASURED, 0.0)  # on this rank, at the last start or measurement
         self._measured = self.step
 
     def numbers(self) -> dict[str, Any]:
@@ -54,7 +58,7 @@ class Progress:
     def of(cls, numbers: Mapping[str, Any], run: Run) -> Progress:
         """Continue counting. On another number of ranks each goes on from the largest count."""
         progress = cls(**numbers)
-        for name in ("sent_bytes", "comm_seconds", "encode_seconds"):
+        for name in _MEASURED:
             counts = getattr(progress, name)
             if len(counts) != run.world_size:
                 setattr(progress, name, [max(counts, default=0)] * run.world_size)
@@ -63,14 +67,18 @@ class Progress:
     def measure(self, run: Run) -> None:
         """Add what all ranks spent since the last call. A collective call."""
         now = time.perf_counter()
-        totals = (run.link.ledger.sent_bytes(), run.link.exposed_seconds, run.link.encode_seconds)
-        spent = [total - before for total, before in zip(totals, self._before)]
-        rows = run.table([*spent, now - self._since])
-        zeros: list[Any] = [0] * run.world_size
-        self.sent_bytes = [n + int(row[0]) for n, row in zip(self.sent_bytes or zeros, rows)]
-        self.comm_seconds = [s + row[1] for s, row in zip(self.comm_seconds or zeros, rows)]
-        self.encode_seconds = [s + row[2] for s, row in zip(self.encode_seconds or zeros, rows)]
-        self.wall_seconds += rows[0][3]
+        totals = {
+            "sent_bytes": float(run.link.ledger.sent_bytes()),
+            "comm_seconds": run.link.exposed_seconds,
+            "sending_seconds": run.link.sending_seconds,
+            "encode_seconds": run.link.encode_seconds,
+        }
+        rows = run.table([*(totals[name] - self._before[name] for name in _MEASURED), now - self._since])
+        for column, name in enumerate(_MEASURED):
+            counts = getattr(self, name) or [0] * run.world_size
+            setattr(self, name, [count + row[column] for count, row in zip(counts, rows)])
+        self.sent_bytes = [round(count) for count in self.sent_bytes]
+        self.wall_seconds += rows[0][-1]
         per_step = Baseline.of(run.parameters, run.world_size, run.config.precision).float32_bytes
         self.ddp_bytes += per_step * (self.step - self._measured)
         self._before, self._since, self._measured = totals, now, self.step
