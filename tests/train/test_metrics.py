@@ -48,11 +48,15 @@ def test_a_resumed_run_replaces_the_lines_of_the_steps_that_it_replays(tmp_path:
     assert [(line["step"], line["loss"]) for line in _read(tmp_path)] == [(1, 2), (2, 2), (3, 1), (4, 1), (5, 1)]
 
 
-def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spoiled", [b'{"step": 2, "lo', b"\0" * 9, b"\xff\xfe\x80", b"[" * 100_000, b'{"step": "2"}']
+)
+def test_a_line_spoiled_by_a_kill_or_the_disk_is_dropped(tmp_path: Path, spoiled: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 2}\n{"step": 2, "lo')
+    good = b'{"step": 1, "loss": 2}\n'
+    path.write_bytes(good + spoiled)
     keep_lines_until(path, 5)
-    assert path.read_text() == '{"step": 1, "loss": 2}\n'
+    assert path.read_bytes() == good
 
 
 def test_what_is_not_finite_is_null_in_json(tmp_path: Path) -> None:

@@ -141,15 +141,16 @@ class RunLog:
 
 
 def keep_lines_until(path: Path, step: int) -> None:
-    """Drop the lines of later steps (they are going to be replayed), and a last line cut short by a kill."""
+    """Drop the lines of later steps (they are going to be replayed), and any that a kill or the disk spoiled."""
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for data in path.read_bytes().splitlines():
         try:
+            line = data.decode()
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             logger.warning("%s: dropped a line that is not complete", path)
     files.replace(path, "".join(kept))
 
