@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.train.jobs import job
 from thinwire.train import launch as launch_module
@@ -252,3 +253,21 @@ def test_an_interrupt_while_workers_start_is_no_accident(tmp_path: Path) -> None
     # Before the workers hear of it there is nothing to save; afterwards they save, and that is a success.
     assert process.returncode == 0 or output.strip() == "thinwire train: interrupted", output
     assert "Traceback" not in output
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    """Rank 0 of two, which waits alone: the other one was stopped before it said that it is there."""
+    script = """
+from datetime import timedelta
+from thinwire.train.worker import start_process_group
+try:
+    start_process_group("gloo", timedelta(seconds=2))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as the launcher's agent has
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    environment = {**os.environ, **place, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    expected = r"CollectiveError rank 0: the ranks could not be connected within 2 s; no answer from rank 1: \S"
+    assert re.match(expected, done.stdout), done

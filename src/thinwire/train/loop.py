@@ -271,10 +271,11 @@ def _open_log(run: Run, out: Path, progress: Progress) -> metrics.RunLog | None:
     out.mkdir(parents=True, exist_ok=True)
     files.replace(out / CONFIG, to_toml(replace(config, out=None, resume=False)))  # first: --resume relies on it
     log = metrics.RunLog(out, config.logging, baseline, first_step=progress.step, steps=config.steps)
+    workers = "worker" if run.world_size == 1 else "workers"
     start = f"resuming after step {progress.step}" if progress.step else "starting"
     log.say(
         f"{start}: {config.model.name} with {run.parameters:,} parameters, recipe {config.recipe}, "
-        f"{run.world_size} workers on {run.device.type}, {run.train_data.num_tokens:,} tokens of text; {out}"
+        f"{run.world_size} {workers} on {run.device.type}, {run.train_data.num_tokens:,} tokens of text; {out}"
     )
     return log
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.rendezvous import rendezvous
 
 import thinwire as tw
 from thinwire.collectives.failures import is_of_a_collective
@@ -34,7 +35,7 @@ from thinwire.train.data.samples import DataError
 from thinwire.train.loop import Outcome, TrainingError, train
 from thinwire.train.output import OutputError, choose_output
 from thinwire.train.run import RanksDiffer
-from thinwire.usage import one_line
+from thinwire.usage import first_line, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +110,27 @@ def is_expected(error: BaseException) -> bool:
 def _run(config: TrainConfig, out: Path | None, stop: StopRequest) -> str:
     device = _set_up_device(config)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout))
+    start_process_group(backend, timedelta(seconds=config.timeout))
     with _same_output(config) if out is None else nullcontext(out) as directory:
         outcome: Outcome = train(config, directory, device, stop=stop)
     dist.destroy_process_group()
     return "finished" if outcome.finished else f"stopped at step {outcome.step}"
+
+
+def start_process_group(backend: str, timeout: timedelta) -> None:
+    """Connect all ranks. Each leaves a note in the store first, so that where they cannot be connected in time the
+    ranks that never came can be named."""
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store.set(f"thinwire/here/{rank}", "")
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except (RuntimeError, dist.DistError) as error:
+        missing = [str(other) for other in range(world_size) if not store.check([f"thinwire/here/{other}"])]
+        who = f"; no answer from rank {', '.join(missing)}" if missing else ""
+        raise tw.CollectiveError(
+            f"rank {rank}: the ranks could not be connected within {timeout.total_seconds():g} s{who}: "
+            f"{first_line(error)}"
+        ) from error
 
 
 def _set_up_device(config: TrainConfig) -> torch.device:
