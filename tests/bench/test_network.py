@@ -102,7 +102,7 @@ def _transfer(hosts: tuple[Host, ...], senders: dict[int, list[int]], nbytes: in
     ]
     begins, ends = zip(*[map(float, process.communicate(timeout=60)[0].split()) for process in receiving])
     for process in sending:
-        process.wait(10)
+        process.wait(60)
     return max(ends) - min(begins)
 
 
@@ -208,7 +208,7 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals) -> None:
     with _holder() as (process, namespace, inside):
         assert namespace in _namespaces()
         process.send_signal(number)
-        process.wait(10)
+        process.wait(60)
         assert process.returncode != 0
         assert namespace not in _namespaces()
         assert not _alive(inside)
@@ -218,7 +218,7 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals) -> None:
 def test_what_a_kill_left_behind_is_removed_by_the_next_network() -> None:
     with _holder() as (process, namespace, inside), _holder() as (_, living, _):
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         assert namespace in _namespaces()
         with emulated_network(1):
             assert namespace not in _namespaces()

@@ -45,7 +45,11 @@ class Run:
                 part = x.reshape(-1)[owner * place.piece : owner * place.piece + place.length(owner)]
                 rows[owner, place.offset : place.offset + len(part)] = part
         self.received = torch.full((wire.world_size, self.layout.length), float("nan"))
-        self.step = TwoPhase(wire, format, Buffers(wire.device), rows, None, 1.0 / wire.world_size)
+
+        def fill(chunk: Chunk) -> None:
+            rows[:, chunk.start : chunk.stop].mul_(1.0 / wire.world_size)
+
+        self.step = TwoPhase(wire, format, Buffers(wire.device), fill, rows, None)
 
     def deliver(self, chunk: Chunk, owner: int, write: Callable[[Tensor], object]) -> None:
         write(self.received[owner, chunk.start : chunk.stop])

@@ -3,7 +3,7 @@
 For columns [a, b) of the work matrix `rows` (world size, message length), whose row w holds what this rank
 contributes to owner w:
 
-1. scale the rows and add the residual: what earlier reductions left out;
+1. take the contributions, scaled, and add the residual: what earlier reductions left out;
 2. encode row w for each other owner w, keep row - decoded as the new residual, all_to_all the codes;
 3. as an owner, add the decoded contributions in float32 in rank order, the own one as it is (it never
    crosses the wire, so it is never encoded);
@@ -73,12 +73,12 @@ class TwoPhase:
     wire: Wire
     format: Format
     buffers: Buffers
+    fill: Callable[[Chunk], None]
+    """Writes the contributions to a chunk, times this rank's weight / world size, into `rows`."""
     rows: Tensor
-    """float32 (W, message length): the contributions; on return the pending residual, if there is one."""
+    """float32 (W, message length): work memory; in the end the pending residual, if there is one."""
     residual: Tensor | None
     """float32, as `rows`: what is still owed, in units of the mean, unscaled; read only."""
-    scale: float
-    """Each rank's weight / world size."""
     loss_scale: float = 1.0
     draw: Draw = lambda chunk, owner: None
 
@@ -115,8 +115,7 @@ class TwoPhase:
         rows = self.rows[:, chunk.start : chunk.stop]  # (W, length)
         send, received = self.buffers.take(others * nbytes), self.buffers.take(others * nbytes)
         with record_function("thinwire::encode"):
-            if self.scale != 1.0:
-                rows.mul_(self.scale)
+            self.fill(chunk)
             if self.residual is not None:
                 rows.add_(self.residual[:, chunk.start : chunk.stop], alpha=self.loss_scale)
             foreign = [owner for owner in range(len(rows)) if owner != rank]

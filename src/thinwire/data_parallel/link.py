@@ -125,8 +125,14 @@ class Link:
         """
         return self._wire.control_all_reduce(tensor)
 
+    def settle(self) -> None:
+        """Finish the last reduction now rather than before the next one: commit its error memory and change to the
+        coordinates found in it, which costs the refresh's bytes. Collective: all ranks call it."""
+        self.reducer.settle()
+
     def state_dict(self) -> State:
-        """This rank's state: plain tensors and numbers. Save it on every rank.
+        """This rank's state: plain tensors and numbers. Save it on every rank: all ranks call this alike, since it
+        settles the last reduction first.
 
         `rank` and `world_size` say whose it is; the rest is the reducer's: `format_version`, `reductions` and
         per parameter `residual.<name>`, float32 of the parameter's shape in its logical order.

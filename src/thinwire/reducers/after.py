@@ -90,6 +90,9 @@ class BoundAfter:
     def rollback(self, names: Sequence[str] | None = None) -> None:
         self._now.rollback(names)
 
+    def settle(self) -> None:
+        self._now.settle()
+
     def set_loss_scale(self, scale: float) -> None:
         self._parts.set_loss_scale(scale)
 

@@ -61,7 +61,7 @@ class BoundAlone:
         return {}
 
     def begin(self) -> None:
-        self._settle()
+        self.settle()
         self._reductions += 1
 
     def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
@@ -90,7 +90,7 @@ class BoundAlone:
         self._loss_scale = scale
 
     def state_dict(self) -> State:
-        self._settle()
+        self.settle()
         state = new_state(self._reductions)
         for name, slot in self._slots.items() if self._keeps else ():
             owed = self._owed.get(name)
@@ -103,7 +103,7 @@ class BoundAlone:
     def load_state_dict(self, state: State) -> None:
         reductions = reductions_in(state)
         residuals = residuals_in(state, self._slots if self._keeps else {})
-        self._settle()
+        self.settle()
         if self._coordinates is not None:
             self._coordinates.geometry.load_state_dict(state)
             residuals = {name: self._coordinates.inverse(name, owed) for name, owed in residuals.items()}
@@ -120,7 +120,7 @@ class BoundAlone:
             self._watch.see(tensor)
             self._paid.add(name)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         if self.finite():
             for name in self._paid:
                 del self._owed[name]

@@ -66,6 +66,9 @@ class BoundLocal:
     def rollback(self, names: Sequence[str] | None = None) -> None:
         """There is no error memory."""
 
+    def settle(self) -> None:
+        pass
+
     def set_loss_scale(self, scale: float) -> None:
         """There is no error memory."""
 

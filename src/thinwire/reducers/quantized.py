@@ -208,7 +208,7 @@ class BoundQuantized:
         return self._coordinates.geometry.fidelity if self._coordinates else {}
 
     def begin(self) -> None:
-        self._settle()
+        self.settle()
         self._reductions += 1
         if self._coordinates is not None:
             self._coordinates.geometry.open(self._reductions)
@@ -219,9 +219,11 @@ class BoundQuantized:
             return done(self._wire.device)
         region = self._open_region(tuple(named))
         travelling = self._enter(named)
-        outputs = region.fill(travelling)
-        step = self._two_phase(region, weight).all_reduce
-        return self._submit(region, step, outputs, partial(self._leave, region, travelling, named))
+        tensors = {name: Staged(tensor) for name, tensor in travelling.items()}
+        # Read where they are written: a chunk is read before any of it can arrive.
+        fill = partial(region.fill, tensors, scale=weight / self._wire.world_size)
+        step = self._two_phase(region, fill).all_reduce
+        return self._submit(region, step, tensors, partial(self._leave, region, travelling, named))
 
     def reduce_scatter(
         self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
@@ -232,14 +234,16 @@ class BoundQuantized:
         region = self._open_region(tuple(named))
         if self._coordinates is not None and self._coordinates.geometry.mixes_rows:
             raise ValueError("reduce_scatter shards rows, which this geometry mixes: use sides='right'")
-        region.fill(self._enter(named))
+        sources = {name: Staged(tensor) for name, tensor in self._enter(named).items()}
+        for chunk in region.layout.chunks:
+            region.fill(sources, chunk, scale=weight / self._wire.world_size)
         travelling = {
             name: torch.empty_like(piece, dtype=torch.float32) if self._changes(name) else piece
             for name, piece in out.items()
         }
         pieces = region.pieces(travelling)
         self._agree = self._wire.keeps_memory  # only its owner sees the mean of a piece
-        step = self._two_phase(region, weight).reduce_scatter
+        step = self._two_phase(region, lambda chunk: None).reduce_scatter
         return self._submit(region, step, pieces, partial(self._leave, None, travelling, out), whole=False)
 
     def finite(self) -> bool:
@@ -256,12 +260,22 @@ class BoundQuantized:
             region = self._regions[key]
             region.restore([name for name in key if names is None or name in names])
 
+    def settle(self) -> None:
+        """Commit the open reduction, or drop it where any mean was non-finite: every rank saw the same."""
+        if self.finite():
+            for key in self._open:
+                self._regions[key].commit()
+        self._open.clear()
+        self._watch.reset()
+        self._agree = False
+        self._refresh()
+
     def set_loss_scale(self, scale: float) -> None:
         check_loss_scale(scale)
         self._loss_scale = scale
 
     def state_dict(self) -> State:
-        self._settle()
+        self.settle()
         state = {**new_state(self._reductions), "chunk": CHUNK}
         if self._keeps:
             for name, slot in self._slots.items():
@@ -279,7 +293,7 @@ class BoundQuantized:
             logger.warning(
                 "saved with chunks of %d elements, now %d: per-span scales change", state["chunk"], CHUNK
             )
-        self._settle()
+        self.settle()
         if self._coordinates is not None:
             self._coordinates.geometry.load_state_dict(state)
         for name, residual in residuals.items():
@@ -294,15 +308,14 @@ class BoundQuantized:
         layout = Layout(tuple(slots), self._wire.world_size, self._format.block)
         return Region(layout, self._wire.rank, self._wire.device, keeps=self._keeps)
 
-    def _two_phase(self, region: Region, weight: float) -> TwoPhase:
-        scale = weight / self._wire.world_size
+    def _two_phase(self, region: Region, fill: Callable[[Chunk], None]) -> TwoPhase:
         return TwoPhase(
             self._wire,
             self._format,
             self._buffers,
+            fill,
             region.work,
             region.residual,
-            scale,
             self._loss_scale,
             self._draw,
         )
@@ -418,13 +431,3 @@ class BoundQuantized:
     def _wait(self) -> None:
         for future in self._open.values():
             future.wait()
-
-    def _settle(self) -> None:
-        """Commit the open reduction, or drop it where any mean was non-finite: every rank saw the same."""
-        if self.finite():
-            for key in self._open:
-                self._regions[key].commit()
-        self._open.clear()
-        self._watch.reset()
-        self._agree = False
-        self._refresh()

@@ -46,8 +46,8 @@ class BoundReducer(Protocol):
     def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
         """Replace every tensor by its weighted mean over the group, in its own dtype and strides.
 
-        `named` maps slot names to tensors of the slots' shapes; inputs are read at call time, outputs are
-        complete when the future is. `weight` is this rank's, and the ranks' weights sum to the world size.
+        `named` maps slot names to tensors of the slots' shapes, which are the reducer's to read and write until
+        the future is complete. `weight` is this rank's, and the ranks' weights sum to the world size.
         Calls on disjoint slots may be outstanding together.
         """
 
@@ -61,6 +61,10 @@ class BoundReducer(Protocol):
 
     def rollback(self, names: Sequence[str] | None = None) -> None:
         """Forget what the open reduction would add to the error memory of these slots (None: of all)."""
+
+    def settle(self) -> None:
+        """Finish the open reduction, as `begin` and `state_dict` do: commit its error memory (or drop it if a mean
+        was non-finite) and change to the coordinates found in it. All ranks call it alike."""
 
     def set_loss_scale(self, scale: float) -> None:
         """Gradients are multiplied by `scale` from the next call on; error memory stays unscaled."""

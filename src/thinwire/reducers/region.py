@@ -37,13 +37,22 @@ class Region:
     def nbytes(self) -> int:
         return self.work.nbytes * (1 if self.residual is None else 2)
 
-    def fill(self, named: Mapping[str, Tensor]) -> dict[str, Staged]:
-        """Copy the tensors into the work matrix, padding with zeros; returns where their means go."""
-        outputs = {}
-        for name, tensor in named.items():
-            outputs[name] = Staged(tensor)
-            self._spread(outputs[name].flat, self.work, self._places[name])
-        return outputs
+    def fill(self, sources: Mapping[str, Staged], chunk: Chunk, scale: float) -> None:
+        """Write this rank's contributions to a chunk, times `scale`, into the work matrix; zeros where no element
+        lies."""
+        for segment, span in zip(chunk.segments, chunk.spans):
+            place, start, length = segment.place, segment.start, segment.length
+            flat = sources[place.slot.name].flat
+            begin = chunk.start + segment.column
+            columns = self.work[:, begin : begin + span]  # (W, span)
+            full, rest, piece = place.full, place.rest, place.piece
+            if full < len(columns) or length < span:
+                columns[:, length:].zero_()
+                columns[full:].zero_()
+            _put(flat[: full * piece].view(full, piece)[:, start : start + length], columns[:full, :length], scale)
+            if rest > start:
+                part = flat[full * piece + start : full * piece + min(start + length, rest)]
+                _put(part, columns[full, : len(part)], scale)
 
     def window(
         self, outputs: Mapping[str, Staged], chunk: Chunk, owner: int, *, whole: bool = True
@@ -139,3 +148,13 @@ class Region:
         flat[: full * piece].view(full, piece).copy_(columns[:full, :piece])
         if rest:
             flat[full * piece :].copy_(columns[full, :rest])
+
+
+def _put(values: Tensor, out: Tensor, scale: float) -> None:
+    """out = values x scale, in float32."""
+    if values.dtype == torch.float32 and scale != 1.0:
+        torch.mul(values, scale, out=out)
+    else:
+        out.copy_(values)
+        if scale != 1.0:
+            out.mul_(scale)

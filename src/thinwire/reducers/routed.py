@@ -90,7 +90,7 @@ class BoundRouted:
         return self._parts.fidelity
 
     def begin(self) -> None:
-        self._settle()
+        self.settle()
         self._reductions += 1
         for part in self._parts.each():
             part.begin()
@@ -121,7 +121,7 @@ class BoundRouted:
         self._parts.set_loss_scale(scale)
 
     def state_dict(self) -> State:
-        self._settle()
+        self.settle()
         return self._parts.state_dict(self._reductions)
 
     def load_state_dict(self, state: State) -> None:
@@ -130,10 +130,12 @@ class BoundRouted:
     def memory_bytes(self) -> int:
         return self._parts.memory_bytes()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """What one part would keep of a reduction that another's mean spoiled is dropped too."""
         if not self.finite():
             self.rollback()
+        for part in self._parts.each():
+            part.settle()
 
     def _shares(self, named: Mapping[str, Tensor]) -> list[tuple[BoundReducer, dict[str, Tensor]]]:
         matched = {name: t for name, t in named.items() if name in self._matched}

@@ -243,6 +243,7 @@ def _end_in_a_bad_step(run: Run, progress: Progress) -> None:
 
 
 def _save(run: Run, progress: Progress, checkpointer: Checkpointer, state: TrainState) -> None:
+    run.link.settle()  # what that sends is of the steps before
     progress.measure(run)
     state.numbers.update(progress.numbers())
     checkpointer.save(progress.step, state)
