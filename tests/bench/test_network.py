@@ -21,7 +21,8 @@ MEGABYTE = 10**6
 HOLDER = """
 import signal, subprocess, sys, time
 from thinwire.bench.network import emulated_network
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background would ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background would ignore these
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 with emulated_network(2, rate=10**9) as hosts:
     inside = subprocess.Popen(hosts[1].command(["sleep", "100"]))
     print(hosts[0].namespace, inside.pid, flush=True)

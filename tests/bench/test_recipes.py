@@ -48,6 +48,7 @@ def test_two_short_runs_become_a_table_and_are_not_repeated(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/summary.json")} == written
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
