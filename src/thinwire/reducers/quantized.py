@@ -26,19 +26,18 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.futures import Future
 
 from thinwire.collectives import CHUNK, Chunk, Layout, Slot, Wire
 from thinwire.collectives.pipeline import Task
 from thinwire.collectives.two_phase import Buffers, Deliver, TwoPhase, round_to_slots
-from thinwire.formats import Format, Spans, get
-from thinwire.formats.kernels import can_compile
+from thinwire.formats import Format, get
 from thinwire.formats.stochastic import span_key
 from thinwire.geometry import Fidelity, Geometry, Observer, Place
 from thinwire.reducers.alone import BoundAlone
 from thinwire.reducers.coordinates import Coordinates, matrix_shapes, wire_slots
+from thinwire.reducers.executable import executable, round_trip
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
     BoundReducer,
@@ -59,9 +58,6 @@ logger = logging.getLogger(__name__)
 Feedback = Literal["none", "error"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-COMPILE_FROM = 1 << 23
-"""Elements from which `compile=None` compiles the kernels: below, eager encoding is no bottleneck."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ class Quantized:
                 )
         format = get(self.format)
         if wire.world_size > 1:
-            format = self._executable(slots, wire)
+            format = executable(format, slots, wire, self.compile)
         coordinates = None
         if self.geometry is not None:
             place = Place(wire.rank, wire.world_size, wire.device, partial(round_trip, format))
@@ -116,54 +112,6 @@ class Quantized:
             slots = wire_slots(slots)
         chunks = Layout(tuple(slots), world_size, format.block).chunks
         return 2 * (world_size - 1) * sum(format.nbytes(chunk.spans) for chunk in chunks) + refreshes
-
-    def _executable(self, slots: Sequence[Slot], wire: Wire) -> Format:
-        format = get(self.format)
-        wanted = self.compile
-        if wanted is None:
-            wanted = sum(slot.numel for slot in slots) >= COMPILE_FROM
-        if wanted and not can_compile(wire.device):
-            if self.compile:
-                raise ValueError(
-                    "Quantized(compile=True) needs a C++ compiler: install g++ or leave compile unset"
-                )
-            logger.warning("no C++ compiler found: %s runs uncompiled, several times slower", format.name)
-            wanted = False
-        if not wanted:
-            return format
-        if wire.rank == 0:
-            logger.warning(
-                "compiling the %s kernels: some 20 s the first time, cached on disk afterwards", format.name
-            )
-        compiled = format.compiled(CHUNK)
-        for numel in (CHUNK, CHUNK // 2 + format.block):  # full chunks, and tails of any length
-            _compile_now(compiled, numel, wire.device)
-        return compiled
-
-
-def round_trip(format: Format, matrix: Tensor) -> Tensor:
-    """What is left of a matrix, float32, after it was encoded and decoded as the layout would cut it."""
-    padded = -(-matrix.numel() // format.block) * format.block
-    flat = F.pad(matrix.reshape(-1), (0, padded - matrix.numel()))
-    spans = tuple(len(part) for part in flat.split(CHUNK // format.block * format.block))
-    encoded = torch.empty(format.nbytes(spans), dtype=torch.uint8, device=flat.device)
-    format.encode(flat, encoded, spans=spans, key=_any_key(format, spans, flat.device))
-    format.decode(encoded, flat, spans=spans)
-    return flat[: matrix.numel()].view(matrix.shape)
-
-
-def _compile_now(format: Format, numel: int, device: torch.device) -> None:
-    """Encode and decode zeros, so that nothing is compiled in the middle of a step, while peers wait."""
-    spans = (numel // format.block * format.block,)
-    values = torch.zeros(spans, device=device)
-    encoded = torch.empty(format.nbytes(spans), dtype=torch.uint8, device=device)
-    format.encode(values, encoded, spans=spans, key=_any_key(format, spans, device))
-    format.decode(encoded, values, spans=spans)
-    format.decode_add(encoded, values, spans=spans)
-
-
-def _any_key(format: Format, spans: Spans, device: torch.device) -> Tensor | None:
-    return torch.zeros(len(spans), dtype=torch.int32, device=device) if format.needs_key else None
 
 
 class BoundQuantized:

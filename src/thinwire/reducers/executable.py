@@ -1,0 +1,70 @@
+"""A format made ready to run, compiled where that pays before the first step; what it leaves of a matrix."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thinwire.collectives import CHUNK, Slot, Wire
+from thinwire.formats import Format, Spans
+from thinwire.formats.kernels import can_compile
+
+logger = logging.getLogger(__name__)
+
+COMPILE_FROM = 1 << 23
+"""Elements from which `compile=None` compiles the kernels: below, eager encoding is no bottleneck."""
+
+
+def executable(format: Format, slots: Sequence[Slot], wire: Wire, compile: bool | None) -> Format:
+    """The format with its kernels compiled now, where `compile` or the size of the slots asks for it.
+
+    Raises ValueError where compiling was asked for and there is no compiler; says so and goes on without where
+    it was not.
+    """
+    wanted = compile
+    if wanted is None:
+        wanted = sum(slot.numel for slot in slots) >= COMPILE_FROM
+    if wanted and not can_compile(wire.device):
+        if compile:
+            raise ValueError("Quantized(compile=True) needs a C++ compiler: install g++ or leave compile unset")
+        logger.warning("no C++ compiler found: %s runs uncompiled, several times slower", format.name)
+        wanted = False
+    if not wanted:
+        return format
+    if wire.rank == 0:
+        logger.warning(
+            "compiling the %s kernels: some 20 s the first time, cached on disk afterwards", format.name
+        )
+    compiled = format.compiled(CHUNK)
+    for numel in (CHUNK, CHUNK // 2 + format.block):  # full chunks, and tails of any length
+        _compile_now(compiled, numel, wire.device)
+    return compiled
+
+
+def round_trip(format: Format, matrix: Tensor) -> Tensor:
+    """What is left of a matrix, float32, after it was encoded and decoded as the layout would cut it."""
+    padded = -(-matrix.numel() // format.block) * format.block
+    flat = F.pad(matrix.reshape(-1), (0, padded - matrix.numel()))
+    spans = tuple(len(part) for part in flat.split(CHUNK // format.block * format.block))
+    encoded = torch.empty(format.nbytes(spans), dtype=torch.uint8, device=flat.device)
+    format.encode(flat, encoded, spans=spans, key=_any_key(format, spans, flat.device))
+    format.decode(encoded, flat, spans=spans)
+    return flat[: matrix.numel()].view(matrix.shape)
+
+
+def _compile_now(format: Format, numel: int, device: torch.device) -> None:
+    """Encode and decode zeros, so that nothing is compiled in the middle of a step, while peers wait."""
+    spans = (numel // format.block * format.block,)
+    values = torch.zeros(spans, device=device)
+    encoded = torch.empty(format.nbytes(spans), dtype=torch.uint8, device=device)
+    format.encode(values, encoded, spans=spans, key=_any_key(format, spans, device))
+    format.decode(encoded, values, spans=spans)
+    format.decode_add(encoded, values, spans=spans)
+
+
+def _any_key(format: Format, spans: Spans, device: torch.device) -> Tensor | None:
+    return torch.zeros(len(spans), dtype=torch.int32, device=device) if format.needs_key else None
