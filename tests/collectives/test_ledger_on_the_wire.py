@@ -1,9 +1,10 @@
 """The ledger against the kernel: bytes that left a real network interface, counted by the interface itself.
 
 Two ranks, each in its own network namespace, joined by veth pairs. An interface also counts what TCP adds and the
-ledger leaves out on purpose: 66 bytes of headers per packet (the interface is handed packets of up to 64 kB,
-so 0.1 % if they are full), acknowledgements of what the peer sent, the messages of gloo's handshakes and of the
-barrier. Measured: 0.2 to 0.5 % for 5 to 19 MB. Tolerance: not below the ledger, at most 3 % and 64 kB above it.
+ledger leaves out on purpose. Headers are 66 bytes per packet, 0.1 to 4.6 %: the kernel chooses packets of 1448 to
+64k bytes. So packets are counted too and their headers subtracted, and with them bare acknowledgements and the
+segments that TCP sent again. What is left are gloo's handshakes, the barrier and options of selective
+acknowledgements. Tolerance: not below the ledger, at most 1 % and 64 kB above it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.support.namespaces import needs_namespaces
 from thinwire.bench.network import emulated_network
 from thinwire.bench.processes import run_processes
 
-FRAMING = 1.03
+FRAMING = 1.01
 SMALL_MESSAGES = 64_000
 
 RANK = """
@@ -34,8 +35,16 @@ torch.set_num_threads(1)
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=world)
 
-def sent_by_interface():
-    return int(Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics/tx_bytes").read_text())
+HEADERS = 14 + 20 + 32  # bytes of Ethernet, IPv4 and TCP with its timestamps, per packet
+SEGMENT = 1448  # bytes TCP sends at once through an MTU of 1500
+
+def counters():
+    # payload bytes this interface sent, and how many of them TCP sent again
+    statistics = Path("/sys/class/net", os.environ["GLOO_SOCKET_IFNAME"], "statistics")
+    sent, packets = (int((statistics / name).read_text()) for name in ("tx_bytes", "tx_packets"))
+    names, values = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if "Tcp:" in line)
+    again = int(dict(zip(names, values))["RetransSegs"])
+    return sent - HEADERS * packets, SEGMENT * again
 
 REDUCTIONS = 3
 shapes = {"matrix": (1024, 1537), "vector": (4097,), "scalar": ()}
@@ -46,14 +55,16 @@ for reducer in (tw.Dense(), *quantized):
     wire = Wire()
     bound = reducer.bind(slots, wire)
     dist.barrier()
-    before = sent_by_interface()
+    sent, again = counters()
     for _ in range(REDUCTIONS):
         bound.begin()
         tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
         bound.all_reduce(tensors).wait()
     dist.barrier()
+    sent, again = counters()[0] - sent, counters()[1] - again
     found[repr(reducer)] = {
-        "interface": sent_by_interface() - before,
+        "interface": sent,
+        "again": again,
         "ledger": wire.ledger.sent_bytes(),
         "formula": REDUCTIONS * reducer.sent_bytes(slots, world),
     }
@@ -78,8 +89,9 @@ def test_the_ledger_agrees_with_the_interface_counters() -> None:
         for reducer, counted in found.items():
             assert counted["ledger"] == counted["formula"], reducer
             assert counted["ledger"] <= counted["interface"], reducer
-            assert counted["interface"] <= FRAMING * counted["ledger"] + SMALL_MESSAGES, reducer
-        dense, exact, half, quarter = (counted["interface"] for counted in found.values())
+            once = counted["interface"] - counted["again"]
+            assert once <= FRAMING * counted["ledger"] + SMALL_MESSAGES, reducer
+        dense, exact, half, quarter = (counted["interface"] - counted["again"] for counted in found.values())
         assert exact == pytest.approx(dense, rel=0.02)
         assert half == pytest.approx(dense / 2, rel=0.02)
         assert quarter == pytest.approx(dense * (1 + 4 / 128) / 4, rel=0.02)  # FP8 and a float32 scale per 128
