@@ -74,10 +74,11 @@ def split(format: Format, buffer: Tensor, spans: Spans) -> tuple[Tensor, Tensor]
     span, with a scale per span), and codes, one uint8 per element."""
     numel = sum(spans)
     if isinstance(format, NVFP4):
-        span_scales, rest = buffer[: 4 * len(spans)].view(torch.float32), buffer[4 * len(spans) :]
-        block_scales, codes = rest[: numel // 16].view(torch.float8_e4m3fn).float(), rest[numel // 16 :]
+        codes, stored = buffer[: numel // 2], buffer[numel // 2 :]
+        span_scales, stored = stored[: 4 * len(spans)].view(torch.float32), stored[4 * len(spans) :]
         counts = torch.tensor([length // 16 for length in spans])
-        return block_scales * span_scales.repeat_interleave(counts), nibbles(codes[: numel // 2])
+        block_scales = stored[: numel // 16].view(torch.float8_e4m3fn).float()
+        return block_scales * span_scales.repeat_interleave(counts), nibbles(codes)
     assert isinstance(format, BlockScaled)
     count = len(spans) if format.per_span else numel // format.block
     size = 4 if format.scale == "exact" else 1

@@ -39,7 +39,7 @@ def test_every_float32_gets_the_integer_that_numpy_rounds_to(element: str, patte
     x = patterns()  # type: ignore[operator]
     x = x[np.abs(x) <= oracle.MAX[element]]
     codes = ELEMENTS[element].code(torch.from_numpy(x)).view(torch.uint8).numpy()
-    assert np.array_equal(codes, oracle.cast(x, element))
+    assert np.array_equal(codes & (2 ** oracle.BITS[element] - 1), oracle.cast(x, element))
     assert ELEMENTS[element].code(torch.tensor([float("nan")])).item() == 0
 
 

@@ -58,7 +58,8 @@ data = pytest.mark.parametrize("x", DATA.values(), ids=DATA.keys())
 def nvfp4_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The span scale, the bytes of block scales, and packed codes (blocks, 8)."""
     buffer, blocks = encoded(NVFP4(), x), x.numel() // 16
-    return buffer[:4].view(torch.float32), buffer[4 : 4 + blocks], buffer[4 + blocks :][: 8 * blocks].view(-1, 8)
+    codes, scales = buffer[: 8 * blocks], buffer[8 * blocks :]
+    return scales[:4].view(torch.float32), scales[4 : 4 + blocks], codes.view(-1, 8)
 
 
 @data
@@ -84,7 +85,7 @@ def test_below_it_nvfp4_blocks_keep_more_bits_than_torchaos(torchao: SimpleNames
     small = slice(1, None)
     assert bool((their_scales[small] == 0x08).all())  # 2^-6
     assert bool((scales[small] < 0x08).all())
-    theirs = torch.cat([span_scale.view(torch.uint8), their_scales, their_codes.view(-1)])
+    theirs = torch.cat([their_codes.view(-1), span_scale.view(torch.uint8), their_scales])
     spans = (x.numel(),)
     padded = torch.zeros(NVFP4().nbytes(spans), dtype=torch.uint8)
     padded[: theirs.numel()] = theirs

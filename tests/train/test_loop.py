@@ -49,7 +49,8 @@ def test_a_run_writes_its_summary_metrics_configuration_and_checkpoint(tmp_path:
     summaries = run_ranks(run_job, 2, job(tmp_path, recipe="fp8-ef", logging_tensorboard=True), out)
     summary = json.loads((out / "summary.json").read_text())
     assert list(summary) == SUMMARY_KEYS
-    assert summary["hidden_comm_seconds"] > 0
+    assert summary["hidden_comm_seconds"] >= 0  # all of it may have been waited for
+    assert summary["hidden_comm_seconds"] + summary["comm_seconds"] > 0
     assert (summary["recipe"], summary["world_size"], summary["steps"]) == ("fp8-ef", 2, 6)
     assert summary["tokens"] == 6 * 6 * 23  # steps, sequences, targets per sequence
     assert summary["sent_bytes_per_param_per_step"] == pytest.approx(

@@ -25,7 +25,7 @@ from thinwire.bench.network import MAX_RANKS, NetworkUnavailable, emulated_netwo
 from thinwire.bench.processes import RankFailed, run_processes
 from thinwire.usage import Parser, whole_number
 
-DEFAULT_FORMATS = "fp8_e4m3,fp8_e5m2,bf16"
+DEFAULT_FORMATS = "fp8_e5m2_pow2,fp8_e4m3,bf16"
 LEGEND = (
     "speed-up: over gloo_fp32; x limit: seconds / (sent / rate); MB sent: per rank and call; "
     "on the wire: by its interface; error: relative"
@@ -96,13 +96,13 @@ def table(arguments: argparse.Namespace, rows: list[Row]) -> str:
     lines = [
         f"all-reduce of {arguments.mib} MiB of float32 on {arguments.ranks} ranks, {where};"
         f" median of {arguments.repeats}",
-        f"{'':<12}{'seconds':>9}{'speed-up':>10}{'x limit':>9}{'MB sent':>9}{'on the wire':>13}{'error':>10}",
+        f"{'':<14}{'seconds':>9}{'speed-up':>10}{'x limit':>9}{'MB sent':>9}{'on the wire':>13}{'error':>10}",
     ]
     for row in rows:
         limit = "-" if row.ratio_to_limit is None else f"{row.ratio_to_limit:.2f}"
         wire = "-" if row.wire_bytes is None else f"{row.wire_bytes / 1e6:.2f}"
         lines.append(
-            f"{row.name:<12}{row.seconds:>9.3f}{row.speedup_vs_fp32:>9.2f}x{limit:>9}"
+            f"{row.name:<14}{row.seconds:>9.3f}{row.speedup_vs_fp32:>9.2f}x{limit:>9}"
             f"{row.sent_bytes / 1e6:>9.2f}{wire:>13}{row.error:>10.1e}"
         )
     return "\n".join([*lines, LEGEND]) + "\n"

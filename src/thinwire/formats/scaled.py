@@ -15,6 +15,7 @@ An encoded chunk is: scales (float32, or one E8M0 byte each), codes (8 bits, or 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -91,17 +92,18 @@ class BlockScaled:
     def encode(self, x: Tensor, out: Tensor, *, spans: Spans, key: Tensor | None = None) -> None:
         check_chunk(self.name, x, spans, self.block)
         blocks = x.view(-1, self.block)  # (blocks, block)
-        stored, codes, packed = self._views(out, spans)
+        stored, codes, packed = self._views(out, spans, x)
         draws = self._draws(key, spans)
+        run = partial(self.run, numel=x.numel())
         if self.per_span:
-            amax = torch.stack([part.amax() for part in self.run(_amax, blocks).split(self._blocks(spans))])
-            stored.copy_(scales.stored(amax, self._element, self.scale))  # (spans,)
-            self.run(self._kernel(_code_blocks), blocks, self._block_scales(stored, spans), codes, *draws)
+            amax = torch.stack([part.amax() for part in run(_amax, blocks).split(self._blocks(spans))])
+            self._kernel(_store)(amax, stored)  # (spans,)
+            run(self._kernel(_code_blocks), blocks, self._of_blocks(stored, spans), codes, *draws)
         else:
-            amax = self.run(self._kernel(_encode_blocks), blocks, codes, *draws)
-            stored.copy_(scales.stored(amax, self._element, self.scale))  # (blocks,)
+            amax = run(self._kernel(_encode_blocks), blocks, codes, *draws)
+            run(self._kernel(_store), amax, stored)  # (blocks,)
         if packed is not None:
-            self.run(pack, codes.view(-1).view(torch.int16), packed)
+            run(pack, codes.view(-1).view(torch.int16), packed)
 
     def decode(self, buffer: Tensor, out: Tensor, *, spans: Spans) -> None:
         self._decode(_decode_blocks, buffer, out, spans)
@@ -110,11 +112,11 @@ class BlockScaled:
         self._decode(_decode_add_blocks, buffer, accumulator, spans)
 
     def _decode(self, kernel: Kernel, buffer: Tensor, out: Tensor, spans: Spans) -> None:
-        stored, codes, packed = self._views(buffer, spans)
+        stored, codes, packed = self._views(buffer, spans, out)
+        run = partial(self.run, numel=out.numel())
         if packed is not None:
-            self.run(unpack, packed, codes.view(-1).view(torch.int16))
-        block_scales = self._block_scales(stored, spans)
-        self.run(self._kernel(kernel), codes, block_scales, out.view(-1, self.block))
+            run(unpack, packed, codes.view(-1).view(torch.int16))
+        run(self._kernel(kernel), codes, self._of_blocks(stored, spans), out.view(-1, self.block))
 
     @property
     def _element(self) -> Element:
@@ -131,22 +133,21 @@ class BlockScaled:
         count = len(spans) if self.per_span else sum(spans) // self.block
         return count * (4 if self.scale == "exact" else 1)
 
-    def _views(self, buffer: Tensor, spans: Spans) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _views(self, buffer: Tensor, spans: Spans, chunk: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Stored scales, float32 or uint8 (blocks or spans,); codes (blocks, block), in the buffer if they are
         bytes, else in memory of their own; then the place of the packed ones in the buffer, uint8 (n/2,)."""
         numel, end = sum(spans), self._scale_bytes(spans)
         stored = buffer[:end].view(torch.float32) if self.scale == "exact" else buffer[:end]
         if self._element.bits == 8:
             return stored, buffer[end : end + numel].view(-1, self.block).view(self._element.dtype), None
-        codes = self.run.scratch(numel, buffer.device).view(-1, self.block)
+        codes = self.run.scratch(numel, chunk, self._element.dtype).view(-1, self.block)
         return stored, codes, buffer[end : end + numel // 2]
 
-    def _block_scales(self, stored: Tensor, spans: Spans) -> Tensor:
-        """Float32 scales (blocks,) of stored ones."""
-        scale = stored if self.scale == "exact" else scales.power_of_two_scale(stored)
+    def _of_blocks(self, stored: Tensor, spans: Spans) -> Tensor:
+        """The stored scale of every block (blocks,)."""
         if not self.per_span:
-            return scale
-        return scale.repeat_interleave(torch.tensor(self._blocks(spans), device=stored.device))
+            return stored
+        return stored.repeat_interleave(torch.tensor(self._blocks(spans), device=stored.device))
 
     def _draws(self, key: Tensor | None, spans: Spans) -> tuple[Tensor, ...]:
         """The counters of stochastic rounding, int32 (blocks, block); nothing for rounding to nearest."""
@@ -155,9 +156,9 @@ class BlockScaled:
         return (counters(self.name, key, spans).view(-1, self.block),)
 
 
-# Kernels. Arguments: x, float32 (blocks, block); scale, float32 (blocks,); codes (blocks, block); draws, int32
-# (blocks, block). The encoder returns amax (blocks,) instead of writing scales: so the compiler keeps both
-# passes over a block in one loop.
+# Kernels. Arguments: x, float32 (blocks, block); amax, float32 (blocks,); stored scales, float32 or uint8
+# (blocks,); codes (blocks, block); draws, int32 (blocks, block). The encoder returns amax instead of storing
+# scales: so the compiler keeps both passes over a block in one loop.
 
 
 def _amax(x: Tensor) -> Tensor:
@@ -168,13 +169,24 @@ def _encode_blocks(
     x: Tensor, codes: Tensor, draws: Tensor | None = None, *, element: Element, rule: scales.Rule
 ) -> Tensor:
     amax = x.abs().amax(1)
-    _code_blocks(x, scales.float32_scale(amax, element, rule), codes, draws, element=element, rule=rule)
+    _code_blocks(x, scales.stored(amax, element, rule), codes, draws, element=element, rule=rule)
     return amax
 
 
+def _store(amax: Tensor, stored: Tensor, *, element: Element, rule: scales.Rule) -> None:
+    stored.copy_(scales.stored(amax, element, rule))
+
+
 def _code_blocks(
-    x: Tensor, scale: Tensor, codes: Tensor, draws: Tensor | None = None, *, element: Element, rule: scales.Rule
+    x: Tensor,
+    stored: Tensor,
+    codes: Tensor,
+    draws: Tensor | None = None,
+    *,
+    element: Element,
+    rule: scales.Rule,
 ) -> None:
+    scale = scales.float32(stored, rule)
     values = x * (1.0 / scale)[:, None]
     if draws is not None:
         values = round_stochastically(values, element.spacing(values), draws)
@@ -188,9 +200,11 @@ def _saturated(values: Tensor, largest: float) -> Tensor:
     return torch.where(values > largest, largest, torch.where(values < -largest, -largest, values))
 
 
-def _decode_blocks(codes: Tensor, scale: Tensor, out: Tensor, *, element: Element, rule: scales.Rule) -> None:
-    torch.mul(element.widen(codes), scale[:, None], out=out)
+def _decode_blocks(codes: Tensor, stored: Tensor, out: Tensor, *, element: Element, rule: scales.Rule) -> None:
+    torch.mul(element.widen(codes), scales.float32(stored, rule)[:, None], out=out)
 
 
-def _decode_add_blocks(codes: Tensor, scale: Tensor, sums: Tensor, *, element: Element, rule: scales.Rule) -> None:
-    sums.add_(element.widen(codes) * scale[:, None])
+def _decode_add_blocks(
+    codes: Tensor, stored: Tensor, sums: Tensor, *, element: Element, rule: scales.Rule
+) -> None:
+    sums.add_(element.widen(codes) * scales.float32(stored, rule)[:, None])

@@ -46,17 +46,15 @@ def exact_scale(amax: Tensor, max_value: float) -> Tensor:
 
 
 def stored(amax: Tensor, element: Element, rule: Rule) -> Tensor:
-    """Scales as they travel: float32, or E8M0 codes as uint8."""
+    """Scales as they travel: float32, or E8M0 codes, here int32."""
     if rule == "exact":
         return exact_scale(amax, element.max)
-    return power_of_two_exponent(amax, element, rule).to(torch.uint8)
+    return power_of_two_exponent(amax, element, rule)
 
 
-def float32_scale(amax: Tensor, element: Element, rule: Rule) -> Tensor:
+def float32(stored: Tensor, rule: Rule) -> Tensor:
     """Scales as encoding and decoding multiply with them."""
-    if rule == "exact":
-        return exact_scale(amax, element.max)
-    return power_of_two_scale(power_of_two_exponent(amax, element, rule))
+    return stored if rule == "exact" else power_of_two_scale(stored)
 
 
 def power_of_two_exponent(amax: Tensor, element: Element, rule: Rule) -> Tensor:

@@ -37,11 +37,14 @@ def executable(format: Format, slots: Sequence[Slot], wire: Wire, compile: bool 
         return format
     if wire.rank == 0:
         logger.warning(
-            "compiling the %s kernels: some 20 s the first time, cached on disk afterwards", format.name
+            "compiling the %s kernels: 20 to 30 s the first time, cached on disk afterwards", format.name
         )
-    compiled = format.compiled(CHUNK)
-    for numel in (CHUNK, CHUNK // 2 + format.block):  # full chunks, and tails of any length
-        _compile_now(compiled, numel, wire.device)
+    block = format.block
+    whole = max(CHUNK // block, 1) * block
+    tail = CHUNK // 2 // block * block + block  # of any length
+    compiled = format.compiled(whole)
+    for spans in ((whole,), (whole - block, block), (tail,)):
+        _compile_now(compiled, tuple(filter(None, spans)), wire.device)
     return compiled
 
 
@@ -56,10 +59,9 @@ def round_trip(format: Format, matrix: Tensor) -> Tensor:
     return flat[: matrix.numel()].view(matrix.shape)
 
 
-def _compile_now(format: Format, numel: int, device: torch.device) -> None:
+def _compile_now(format: Format, spans: Spans, device: torch.device) -> None:
     """Encode and decode zeros, so that nothing is compiled in the middle of a step, while peers wait."""
-    spans = (numel // format.block * format.block,)
-    values = torch.zeros(spans, device=device)
+    values = torch.zeros(sum(spans), device=device)
     encoded = torch.empty(format.nbytes(spans), dtype=torch.uint8, device=device)
     format.encode(values, encoded, spans=spans, key=_any_key(format, spans, device))
     format.decode(encoded, values, spans=spans)
