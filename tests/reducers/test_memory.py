@@ -32,15 +32,16 @@ def memory(reducer: Reducer) -> tuple[int, int]:
                 found[storage.data_ptr()] = storage.nbytes()
         return found
 
+    def new_bytes() -> int:
+        return sum(nbytes for start, nbytes in storages().items() if start not in before)
+
     wire = Wire()
     before = storages()
     bound = reducer.bind(SLOTS, wire)
     for number in range(2):
         reduce(bound, gradients(SLOTS, number, wire.rank))
     deadline = time.monotonic() + 5
-    while (
-        held := sum(storages()[new] for new in storages().keys() - before.keys())
-    ) > bound.memory_bytes() + SCALARS:
+    while (held := new_bytes()) > bound.memory_bytes() + SCALARS:
         if time.monotonic() > deadline:  # until then the worker may be about to let go of the last call
             break
         time.sleep(0.02)

@@ -3,7 +3,8 @@
 For every checkpoint of the run (`--checkpoint.every` says how many there are) the gradients of the step that
 followed it are computed once more, on one process, and encoded and decoded in three ways: as they are, in
 Hadamard coordinates, and in GIFT coordinates that were fitted to other batches at the same weights. Errors are
-|decoded - gradient| / |gradient|.
+|decoded - gradient| / |gradient|. GIFT selects layers as in training, by errors on the batches it is fitted to;
+the others stay as they are.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from thinwire import formats
+from thinwire.data_parallel.inputs import InputWatch
 from thinwire.formats import Format
 from thinwire.geometry import GIFT, BoundGeometry, Geometry, Hadamard, Place, Shapes
 from thinwire.reducers.executable import round_trip
@@ -49,6 +52,16 @@ class Row:
     error_euclidean: float
     error_hadamard: float
     error_gift: float
+    selected: bool
+    """Whether GIFT takes the layer."""
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What one batch gave: gradients of matrices, (rows, columns), and their layers' inputs, (tokens, columns)."""
+
+    gradients: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
 
 
 def main(argv: list[str]) -> int:
@@ -57,16 +70,15 @@ def main(argv: list[str]) -> int:
     gift = GIFT(
         rank=arguments.rank,
         power=arguments.power,
-        statistic="gradient",
+        statistic=arguments.statistic,
         sides=arguments.sides,
         damping=arguments.damping,
-        select="all",
         refresh_every=1,
     )
     try:
         rows = []
-        for step, gradients in run_gradients(arguments.run, arguments.steps):
-            rows += measure(step, gradients, arguments.formats, gift)
+        for step, batches in run_batches(arguments.run, arguments.steps):
+            rows += measure(step, batches, arguments.formats, gift)
             if not arguments.json:
                 print(table(rows, step), flush=True)
     except (ConfigError, CheckpointError, Damaged, DataError, OSError) as error:
@@ -77,30 +89,35 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def measure(step: int, gradients: Sequence[Mapping[str, Tensor]], names: Sequence[str], gift: GIFT) -> list[Row]:
-    """Rows for the first of the gradients; GIFT is fitted to the others."""
-    fresh, *others = gradients
-    shapes: Shapes = {name: (g.shape[0], g.shape[1]) for name, g in fresh.items()}
+def measure(step: int, batches: Sequence[Backward], names: Sequence[str], gift: GIFT) -> list[Row]:
+    """Rows for the gradients of the first batch; GIFT is fitted to the others."""
+    fresh, *others = batches
+    shapes: Shapes = {name: (g.shape[0], g.shape[1]) for name, g in fresh.gradients.items()}
     rows = []
     for name in names:
         format = formats.get(name)
         turned = _bound(Hadamard(), shapes, format)
         fitted = _bound(gift, shapes, format)
         for reduction, batch in enumerate(others, 1):
+            for layer, observer in fitted.observers.items():
+                if layer in batch.inputs:
+                    observer(batch.inputs[layer])
             fitted.open(reduction)
-            for layer, gradient in batch.items():
+            for layer, gradient in batch.gradients.items():
                 fitted.see(layer, gradient)
             payload = fitted.payload()
             assert payload is not None
             fitted.install(payload[None], lambda layer, change: None)
-        for layer, gradient in fresh.items():
-            errors = [_error(format, gradient, layer, geometry) for geometry in (None, turned, fitted)]
-            rows.append(Row(step, layer, name, *errors))
+        for layer, gradient in fresh.gradients.items():
+            plain, hadamard, gift_error = (
+                _error(format, gradient, layer, geometry) for geometry in (None, turned, fitted)
+            )
+            rows.append(Row(step, layer, name, plain, hadamard, gift_error, layer in fitted.names))
     return rows
 
 
-def run_gradients(run: Path, steps: Sequence[int] | None) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
-    """(step, gradients of matrices by name, of the batch that followed and of BATCHES more) per checkpoint."""
+def run_batches(run: Path, steps: Sequence[int] | None) -> Iterator[tuple[int, list[Backward]]]:
+    """Per checkpoint its step, the batch that followed it and BATCHES more."""
     if not (run / CONFIG).is_file():
         raise ConfigError(f"--run: {run} is not the directory of a run: it has no {CONFIG}")
     config = read_toml(run / CONFIG)
@@ -118,24 +135,28 @@ def run_gradients(run: Path, steps: Sequence[int] | None) -> Iterator[tuple[int,
         manifest.verify(found[step])
         model.load_state_dict(model_tensors(found[step], manifest), strict=False)  # tied ones follow
         position = int(manifest.numbers["position"])
-        yield step, [_gradients(model, config, train_data, position, n) for n in range(1 + BATCHES)]
+        yield step, [_backward(model, config, train_data, position, n) for n in range(1 + BATCHES)]
 
 
 def table(rows: Sequence[Row], step: int) -> str:
-    """The layers of one step, and the mean over them of the errors relative to plain encoding."""
+    """The layers of one step, and means of the errors relative to plain encoding."""
     width = max(len(row.layer) for row in rows)
     lines = [f"step {step}", f"{'':{width}}  {'format':14} {'plain':>8} {'hadamard':>9} {'gift':>8}"]
     here = [row for row in rows if row.step == step]
     lines += [
         f"{row.layer:{width}}  {row.format:14} {row.error_euclidean:8.4f} {row.error_hadamard:9.4f}"
-        f" {row.error_gift:8.4f}"
+        f" {row.error_gift:8.4f}{'' if row.selected else ' not selected'}"
         for row in here
     ]
     for name in dict.fromkeys(row.format for row in here):
         own = [row for row in here if row.format == name]
-        hadamard = statistics.mean(row.error_hadamard / row.error_euclidean for row in own)
-        gift = statistics.mean(row.error_gift / row.error_euclidean for row in own)
-        lines.append(f"{'mean of ratios to plain':{width}}  {name:14} {1:8.4f} {hadamard:9.4f} {gift:8.4f}")
+        taken = [row for row in own if row.selected]
+        for label, some in (("all", own), ("selected", taken)):
+            if some:
+                hadamard = statistics.mean(row.error_hadamard / row.error_euclidean for row in some)
+                gift = statistics.mean(row.error_gift / row.error_euclidean for row in some)
+                label = f"ratio to plain, {label} {len(some)}"
+                lines.append(f"{label:{width}}  {name:14} {1:8.4f} {hadamard:9.4f} {gift:8.4f}")
     return "\n".join(lines)
 
 
@@ -152,19 +173,22 @@ def _error(format: Format, gradient: Tensor, layer: str, geometry: BoundGeometry
     return float((decoded - gradient).norm() / gradient.norm())
 
 
-def _gradients(
-    model: nn.Module, config: TrainConfig, data: TokenData, position: int, number: int
-) -> dict[str, Tensor]:
-    """Of batch `number` from `position` on: of every matrix that has one and is not zero."""
+def _backward(model: nn.Module, config: TrainConfig, data: TokenData, position: int, number: int) -> Backward:
+    """Of batch `number` from `position` on: every matrix that has a gradient which is not zero."""
     sampler = GlobalSampler(data.num_sequences, config.seed)
     batch = data.batch(sampler.take(position + number * config.batch_size, config.batch_size))
+    inputs: dict[str, Tensor] = {}
+    names = [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
+    watch = InputWatch(model, lambda: {name: partial(inputs.__setitem__, name) for name in names}, prefix="")
     model.zero_grad()
     (summed_loss(model, batch) / max(1, count_targets(batch))).backward()
-    return {
+    watch.remove()
+    gradients = {
         name: parameter.grad.reshape(len(parameter), -1).clone()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and parameter.dim() >= 2 and parameter.grad.any()
     }
+    return Backward(gradients, inputs)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -178,6 +202,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--formats", default=DEFAULT_FORMATS, help=f"comma separated (default {DEFAULT_FORMATS})")
     parser.add_argument("--rank", type=whole_number(1, 4096), default=32, help="of GIFT (default 32)")
     parser.add_argument("--power", type=float, default=0.5, help="of GIFT (default 0.5)")
+    parser.add_argument(
+        "--statistic",
+        choices=("gradient", "input"),
+        default=GIFT.statistic,
+        help=f"of GIFT (default {GIFT.statistic})",
+    )
     parser.add_argument("--sides", choices=("right", "both"), default="both", help="of GIFT (default both)")
     parser.add_argument("--damping", type=float, help="of GIFT (default: measured)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")

@@ -4,7 +4,7 @@ Every matrix has an *owner*, a rank that finds its coordinates from its own data
 ranks is the geometry, not the statistic. On a refresh reduction the owner
 
     1. measures, on its own gradient, the error of a round trip through the format: without a geometry, and with
-       the one in use under several dampings; chooses the best, or none
+       the one in use under several dampings of each side; chooses the best, or none
     2. blends the second moment of its gradient's rows, or of its layer's inputs, into the one in use
     3. fits coordinates to it (`whitening.py`) and sends them to all ranks, which install them together:
        what was seen in reduction t takes effect at t+1
@@ -31,7 +31,7 @@ from thinwire.geometry.whitening import Whitening, whitening
 Select: TypeAlias = Literal["auto", "all"] | tuple[str, ...] | Callable[[str], bool]
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)
-"""What is tried where no damping is set."""
+"""What is tried where no damping is set, one side after the other."""
 
 _NOT_MEASURED = Fidelity(float("nan"), float("nan"), float("nan"))
 _FIRST_DAMPING = 1e-1  # until there is a measurement
@@ -53,7 +53,7 @@ class GIFT:
     """Leading directions that are scaled one by one."""
     power: float = 0.5
     """Of the second moment: 1/2 makes the error smallest, 1 is the paper's."""
-    statistic: Literal["gradient", "input"] = "gradient"
+    statistic: Literal["gradient", "input"] = "input"
     """Whose second moment: that of the gradient's rows, or of the layer's inputs (A of K-FAC, the paper's), seen
     by forward hooks on refresh reductions; matrices that are no Linear layer's take the gradient's."""
     sides: Literal["right", "both"] = "both"
@@ -64,7 +64,7 @@ class GIFT:
     decay: float = 0.5
     """Weight of the second moment in use when a new one is blended in."""
     damping: float | None = None
-    """Added to the diagonal, in units of its mean. None: chosen by measurement."""
+    """Added to the diagonal, in units of its mean. None: chosen by measurement, for each side."""
     select: Select = "auto"
     """Which matrices: "auto" measures at every refresh, "all", names and globs, or a predicate of the name."""
     freeze_after: int | None = None
@@ -136,8 +136,11 @@ class Coordinates:
         g = matrix if len(self.sides) == 1 else self.sides[1].inverse(matrix.T).T
         return self.sides[0].inverse(g)
 
-    def damped(self, damping: float) -> Coordinates:
-        return replace(self, sides=tuple(side.damped(damping) for side in self.sides))
+    def damped(self, side: int, damping: float) -> Coordinates:
+        """With another damping of one side."""
+        sides = list(self.sides)
+        sides[side] = sides[side].damped(damping)
+        return replace(self, sides=tuple(sides))
 
 
 class BoundGIFT:
@@ -283,11 +286,13 @@ class BoundGIFT:
         plain, _ = _loss(sample, self._place.round_trip(sample))
         dampings = DAMPINGS if self._config.damping is None else (self._config.damping,)
         best, least = coordinates, float("inf")
-        for damping in dampings:
-            tried = coordinates.damped(damping)
-            error, cosine = _loss(sample, tried.inverse(self._place.round_trip(tried.forward(sample))))
-            if error < least:
-                best, least = replace(tried, fidelity=Fidelity(error, plain, cosine)), error
+        for side in range(len(coordinates.sides)):
+            start = best
+            for damping in dampings:
+                tried = start.damped(side, damping)
+                error, cosine = _loss(sample, tried.inverse(self._place.round_trip(tried.forward(sample))))
+                if error < least:
+                    best, least = replace(tried, fidelity=Fidelity(error, plain, cosine)), error
         return replace(best, active=self._config.select != "auto" or least < _WORTHWHILE * plain)
 
     def _refreshed(self, name: str) -> Coordinates | None:
