@@ -159,6 +159,52 @@ def test_a_name_that_is_no_matrix_is_refused() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+@pytest.mark.parametrize("sides", ["right", "both"])
+def test_a_gradient_without_information_does_not_end_the_use_of_coordinates(sides: str, bad: float) -> None:
+    ranks = world(GIFT(sides=sides))  # type: ignore[arg-type]
+    for reduction in (1, 2):
+        refresh(ranks, reduction, gradients(draw=reduction))
+    before = ranks[0].coordinates["a"]
+    refresh(ranks, 3, {name: torch.full(shape, bad) for name, shape in SHAPES.items()})
+    after = ranks[0].coordinates["a"]
+    assert ranks[0].names == frozenset(SHAPES)
+    assert after.fidelity == before.fidelity
+    assert [side.damping for side in after.sides] == [side.damping for side in before.sides]
+
+
+@pytest.mark.parametrize("settled", ["before the next forward pass", "after it"])
+def test_inputs_count_for_the_reduction_that_follows_them(settled: str) -> None:
+    """A reduction is settled when the next one begins, or earlier where something is saved in between."""
+    layers = {draw: dominated(64, 96, tokens=500, draw=draw) for draw in (1, 2)}
+    (bound,) = world(GIFT(rank=96, sides="right", decay=0.0, damping=0.1), {"a": (64, 96)}, ranks=1)
+
+    def settle() -> None:
+        payload = bound.payload()
+        assert payload is not None
+        bound.install(payload[None], unchanged)
+
+    bound.observers(1)["a"](layers[1][0])
+    bound.open(1)
+    bound.see("a", layers[1][1])
+    if settled.startswith("before"):
+        settle()
+    bound.observers(2)["a"](layers[2][0])
+    if settled.startswith("after"):
+        settle()
+    moments = [layers[1][0].T @ layers[1][0], layers[2][0].T @ layers[2][0]]
+    assert _moment_distance(bound, moments[0]) < 1e-4
+    bound.open(2)
+    bound.see("a", layers[2][1])
+    settle()
+    assert _moment_distance(bound, moments[1]) < 1e-4
+
+
+def _moment_distance(bound: BoundGIFT, moment: Tensor) -> float:
+    side = bound.coordinates["a"].sides[0]
+    return distance(side.factor @ side.factor.T + side.rest.diag(), moment / moment.diagonal().mean())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
 def test_a_gradient_without_information_leaves_the_coordinates_as_they_are(bad: float) -> None:
     ranks = world(GIFT(damping=1e-2))
     refresh(ranks, 1, gradients())
@@ -222,6 +268,10 @@ def test_coordinates_survive_saving_and_loading_bit_for_bit() -> None:
         {"refresh_every": 0},
         {"decay": 1.0},
         {"damping": 0.0},
+        {"damping": 1e-13},
+        {"damping": 1e13},
+        {"select": "a*"},
+        {"select": ["a"]},
         {"freeze_after": 0},
     ],
 )

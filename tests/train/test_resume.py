@@ -34,8 +34,9 @@ def _job(tmp_path: Path, recipe: str, accumulation: int) -> TrainConfig:
     import transformers
 
     model = tmp_path / "model"
-    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
-    transformers.GPT2Config(**sizes, resid_pdrop=0.1, embd_pdrop=0.1).save_pretrained(model)
+    sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 96, "max_position_embeddings": 32}
+    depth: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    transformers.LlamaConfig(**sizes, **depth, attention_dropout=0.1).save_pretrained(model)
     return job(
         tmp_path,
         recipe=recipe,

@@ -99,7 +99,7 @@ def measure(step: int, batches: Sequence[Backward], names: Sequence[str], gift: 
         turned = _bound(Hadamard(), shapes, format)
         fitted = _bound(gift, shapes, format)
         for reduction, batch in enumerate(others, 1):
-            for layer, observer in fitted.observers.items():
+            for layer, observer in fitted.observers(reduction).items():
                 if layer in batch.inputs:
                     observer(batch.inputs[layer])
             fitted.open(reduction)

@@ -69,9 +69,9 @@ class BoundGeometry(Protocol):
     def inverse(self, name: str, matrix: Tensor) -> Tensor:
         """u to g, a new tensor; bit for bit the same on all ranks."""
 
-    @property
-    def observers(self) -> Mapping[str, Observer]:
-        """Who wants to see the inputs of layers before the next reduction, by the name of the layer's weight."""
+    def observers(self, reduction: int) -> Mapping[str, Observer]:
+        """Who wants to see the inputs of layers in the forward passes of this reduction, before it is opened, by
+        the name of the layer's weight."""
 
     @property
     def fidelity(self) -> Mapping[str, Fidelity]:

@@ -64,13 +64,15 @@ class GIFT:
     decay: float = 0.5
     """Weight of the second moment in use when a new one is blended in."""
     damping: float | None = None
-    """Added to the diagonal, in units of its mean. None: chosen by measurement, for each side."""
+    """Added to the diagonal, in units of its mean, 1e-12 to 1e12. None: chosen by measurement, for each side."""
     select: Select = "auto"
-    """Which matrices: "auto" measures at every refresh, "all", names and globs, or a predicate of the name."""
+    """Which matrices: "auto" measures at every refresh, "all", a tuple of names and globs, or a predicate of the
+    name."""
     freeze_after: int | None = None
     """Reductions after which nothing is refreshed any more."""
 
     def __post_init__(self) -> None:
+        select = self.select
         for key, value, fine in [
             ("rank", self.rank, self.rank >= 1),
             ("power", self.power, 0 < self.power <= 1),
@@ -78,7 +80,8 @@ class GIFT:
             ("sides", self.sides, self.sides in ("right", "both")),
             ("refresh_every", self.refresh_every, self.refresh_every >= 1),
             ("decay", self.decay, 0 <= self.decay < 1),
-            ("damping", self.damping, self.damping is None or 0 < self.damping < float("inf")),
+            ("damping", self.damping, self.damping is None or 1e-12 <= self.damping <= 1e12),
+            ("select", select, callable(select) or isinstance(select, tuple) or select in ("auto", "all")),
             ("freeze_after", self.freeze_after, self.freeze_after is None or self.freeze_after >= 1),
         ]:
             if not fine:
@@ -155,11 +158,11 @@ class BoundGIFT:
         }
         self._owners = _share_out({n: self._size(n) for n in shapes}, place.world_size)
         self._coordinates: dict[str, Coordinates] = {}
-        self._inputs: dict[str, Moment] = {}  # of layers, since the last refresh
+        self._arriving: dict[str, Moment] = {}  # of layer inputs, on the way to the next reduction
+        self._inputs: dict[str, Moment] = {}  # of those of the open one
         self._moments: dict[str, tuple[Moment, ...]] = {}
         self._measured: dict[str, Coordinates] = {}
         self._refreshing = False
-        self._reduction = 0
         self._input: tuple[Tensor, Moment] | None = None  # of the layer before, which may share its input
 
     @property
@@ -183,15 +186,14 @@ class BoundGIFT:
 
     def open(self, reduction: int) -> None:
         self._refreshing = self._config.due(reduction)
-        self._reduction = reduction
+        self._inputs, self._arriving, self._input = self._arriving, {}, None
 
     @property
     def fidelity(self) -> Mapping[str, Fidelity]:
         return {name: c.fidelity for name, c in self._coordinates.items() if c.fidelity.error == c.fidelity.error}
 
-    @property
-    def observers(self) -> Mapping[str, Observer]:
-        if self._config.statistic == "gradient" or not self._config.due(self._reduction + 1):
+    def observers(self, reduction: int) -> Mapping[str, Observer]:
+        if self._config.statistic == "gradient" or not self._config.due(reduction):
             return {}
         own = (name for name, owner in self._owners.items() if owner == self._place.rank)
         return {name: partial(self._observe, name) for name in own}
@@ -250,6 +252,8 @@ class BoundGIFT:
             if coordinates is not None:
                 self._coordinates[name] = coordinates
         self._forget()
+        self._arriving.clear()
+        self._input = None
         self._refreshing = False
 
     def memory_bytes(self) -> int:
@@ -261,10 +265,10 @@ class BoundGIFT:
         """Inputs of a layer (tokens, columns). Consecutive layers that get the very same ones (q, k and v; gate
         and up) share a moment."""
         if self._input is not None and self._input[0] is rows:
-            self._inputs.setdefault(name, self._input[1])
-            if self._inputs[name] is self._input[1]:
+            self._arriving.setdefault(name, self._input[1])
+            if self._arriving[name] is self._input[1]:
                 return
-        moment = self._inputs.setdefault(name, self._new(rows.shape[1]))
+        moment = self._arriving.setdefault(name, self._new(rows.shape[1]))
         moment.add(rows)
         self._input = (rows, moment)
 
@@ -275,14 +279,18 @@ class BoundGIFT:
         self._inputs.clear()
         self._moments.clear()
         self._measured.clear()
-        self._input = None
 
     # -- finding coordinates -------------------------------------------------------------------------------
 
     def _best(self, coordinates: Coordinates, gradient: Tensor) -> Coordinates:
-        """The coordinates with the damping that loses least of the gradient; active if that is worth it."""
+        """The coordinates with the damping that loses least of the gradient; active if that is worth it.
+
+        A gradient that says nothing, of zeros or not finite, leaves them as they are.
+        """
         step = -(-len(gradient) // _MEASURED_ROWS)
         sample = gradient if self.mixes_rows else gradient[::step]
+        if not 0.0 < float(sample.norm()) < float("inf"):
+            return coordinates
         plain, _ = _loss(sample, self._place.round_trip(sample))
         dampings = DAMPINGS if self._config.damping is None else (self._config.damping,)
         best, least = coordinates, float("inf")

@@ -65,8 +65,7 @@ class BoundHadamard:
     def inverse(self, name: str, matrix: Tensor) -> Tensor:
         return self._transform(matrix.clone()).mul_(self._signs[: matrix.shape[1]])
 
-    @property
-    def observers(self) -> Mapping[str, Observer]:
+    def observers(self, reduction: int) -> Mapping[str, Observer]:
         return {}
 
     @property

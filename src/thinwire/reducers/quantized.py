@@ -149,7 +149,7 @@ class BoundQuantized:
 
     @property
     def observers(self) -> Mapping[str, Observer]:
-        return self._coordinates.geometry.observers if self._coordinates else {}
+        return self._coordinates.geometry.observers(self._reductions + 1) if self._coordinates else {}
 
     @property
     def fidelity(self) -> Mapping[str, Fidelity]:
