@@ -78,6 +78,28 @@ def test_padded_tokens_are_left_out() -> None:
     assert torch.equal(seen[0][1], batch(0)[mask.bool()])
 
 
+def test_a_mask_that_is_no_tensor_hides_nothing() -> None:
+    mask = {"full_attention": torch.zeros(3, 5)}
+    seen = watched(Attention(), lambda model: model(batch(0), attention_mask=mask), ("q",))
+    assert [len(rows) for _, rows in seen] == [15]
+
+
+class ByName(nn.Module):
+    """A layer that gets its input by keyword, without a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(input=x[0, 0])  # type: ignore[no-any-return]
+
+
+def test_an_input_may_be_given_by_keyword_and_be_one_vector() -> None:
+    ((_, rows),) = watched(ByName(), lambda model: model(batch(0)), ("q",))
+    assert torch.equal(rows, batch(0)[0, :1])
+
+
 def test_activation_checkpointing_shows_a_layer_once() -> None:
     seen = watched(Attention(again=True), lambda model: model(batch(0).requires_grad_()).sum().backward())
     assert [name for name, _ in seen] == ["q", "k", "v", "gate", "down"]
@@ -99,10 +121,24 @@ def test_a_forward_pass_that_fails_leaves_no_hooks_behind() -> None:
     watched(Attention(), fail)
 
 
+class Counting(Attention):
+    """Counts its passes, in place and in a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.tensor(0))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        self.passes += 1
+        self.calls = self.calls + 1
+        return super().forward(x, attention_mask)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_compiled_model_is_shown_an_extra_pass_with_the_same_random_numbers(inside: bool) -> None:
-    model = Attention()
+def test_a_compiled_model_is_shown_an_extra_pass_that_changes_nothing(inside: bool) -> None:
+    model = Counting()
 
     def outputs(called: nn.Module) -> list[Tensor]:
         torch.manual_seed(3)
@@ -119,6 +155,7 @@ def test_a_compiled_model_is_shown_an_extra_pass_with_the_same_random_numbers(in
     assert [name for name, _ in seen] == ["q", "gate"] * 2
     assert torch.equal(seen[0][1], batch(0).view(15, 24))
     assert all(torch.equal(a, b) for a, b in zip(plain, results[0]))
+    assert model.passes.item() == model.calls.item() == 6  # twice plain, twice watched, twice after that
 
 
 def trained(kind: str) -> dict[str, Any]:

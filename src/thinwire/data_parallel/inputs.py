@@ -4,12 +4,13 @@ Before each forward pass of a model that records gradients the link is asked who
 does, the Linear layers in question get a hook for the time of that pass alone: so activation checkpointing, which
 runs layers again in the backward pass, shows them once, and other passes cost nothing. Padded tokens (zeros of an
 `attention_mask=`) are left out. In a compiled model such hooks do not run: there an extra forward pass without
-gradients, uncompiled and with the same random numbers, is watched instead.
+gradients, uncompiled, with the same random numbers and buffers, is watched instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,7 @@ class InputWatch:
                 with (
                     torch.no_grad(),
                     torch.random.fork_rng(devices=devices),
+                    _buffers_as_they_are(model),
                     torch.compiler.set_stance("force_eager"),
                 ):
                     _bare(model)(*args, **kwargs)
@@ -63,12 +65,12 @@ class InputWatch:
     def _after(self, *_: Any) -> None:
         self._unwatch()
 
-    def _watch(self, model: nn.Module, observers: Mapping[str, Observer], mask: Tensor | None) -> None:
+    def _watch(self, model: nn.Module, observers: Mapping[str, Observer], mask: object) -> None:
         for name, module in model.named_modules():
             weight = plain_name(f"{name}.weight").removeprefix(self._prefix)
             if isinstance(module, nn.Linear) and weight in observers:
                 hook = partial(self._show, observers[weight], mask)
-                self._layers.append(module.register_forward_pre_hook(hook))
+                self._layers.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _unwatch(self) -> None:
         for handle in self._layers:
@@ -76,21 +78,44 @@ class InputWatch:
         self._layers.clear()
         self._last = None
 
-    def _show(self, observer: Observer, mask: Tensor | None, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _show(
+        self,
+        observer: Observer,
+        mask: object,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """Layers that get the very same tensor are shown the very same rows."""
-        (x,) = args
+        x = args[0] if args else kwargs["input"]
         if self._last is None or self._last[0] is not x:
             self._last = (x, _rows(x, mask))
         with torch.no_grad():
             observer(self._last[1])
 
 
-def _rows(x: Tensor, mask: Tensor | None) -> Tensor:
+def _rows(x: Tensor, mask: object) -> Tensor:
     """(tokens, columns), float32, without the tokens that a mask of the same leading shape hides."""
     x = x.detach()
-    if mask is not None and mask.shape == x.shape[:-1]:
+    if isinstance(mask, Tensor) and mask.shape == x.shape[:-1]:
         x = x[mask.bool()]
     return x.reshape(-1, x.shape[-1]).float()
+
+
+@contextmanager
+def _buffers_as_they_are(model: nn.Module) -> Iterator[None]:
+    """Running statistics and counters take no part in what is done meanwhile."""
+    held = [
+        (module._buffers, name, buffer, buffer.clone(), buffer._version)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for buffers, name, buffer, before, version in held:
+            buffers[name] = buffer if buffer._version == version else buffer.copy_(before)
 
 
 def _is_compiled(model: nn.Module) -> bool:
