@@ -1,3 +1,4 @@
+import argparse
 import os
 import signal
 import socket
@@ -115,7 +116,7 @@ def test_rates_are_read_as_tc_writes_them() -> None:
 
 @pytest.mark.parametrize("text", ["200", "fast", "-5mbit", "0mbit", "25mbps", "1e3mbit"])
 def test_a_wrong_rate_is_answered_with_a_right_one(text: str) -> None:
-    with pytest.raises(ValueError, match=r"write it like 200mbit"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"write it like 200mbit"):
         parse_rate(text)
 
 

@@ -162,17 +162,17 @@ def _relative(found: Tensor, exact: Tensor) -> float:
 def _timed(method: Method, buffer: Tensor) -> tuple[float, int | None]:
     """Seconds of the slowest rank, and bytes that left the busiest rank's interface."""
     dist.barrier()
-    before = _counter()
+    before = interface_bytes()
     begin = time.perf_counter()
     method.average(buffer)
     seconds = time.perf_counter() - begin
-    wire_bytes = -1 if before is None else (_counter() or 0) - before
+    wire_bytes = -1 if before is None else (interface_bytes() or 0) - before
     worst = torch.tensor([seconds, wire_bytes], dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst[0]), None if before is None else int(worst[1])
 
 
-def _counter() -> int | None:
+def interface_bytes() -> int | None:
     """Bytes that have left the interface that gloo uses; None on loopback."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return None if name == "lo" else int(Path("/sys/class/net", name, "statistics/tx_bytes").read_text())

@@ -141,20 +141,13 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="thinwire bench collectives", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rate", type=_rate, help="limit of each rank, such as 200mbit (needs root)")
+    parser.add_argument("--rate", type=parse_rate, help="limit of each rank, such as 200mbit (needs root)")
     parser.add_argument("--ranks", type=whole_number(2, MAX_RANKS), default=4, help="processes (default 4)")
     parser.add_argument("--mib", type=whole_number(1, 1024), default=32, help="MiB of float32 (default 32)")
     parser.add_argument("--repeats", type=whole_number(1, 1000), default=5, help="timed calls of each (default 5)")
     parser.add_argument("--formats", type=_formats, default=_formats(DEFAULT_FORMATS), help=DEFAULT_FORMATS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(argv)
-
-
-def _rate(text: str) -> int:
-    try:
-        return parse_rate(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _formats(text: str) -> list[str]:

@@ -13,6 +13,7 @@ after an exception, Ctrl-C, SIGTERM or SIGHUP; what a SIGKILL left behind the ne
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import logging
@@ -46,11 +47,13 @@ class NetworkUnavailable(RuntimeError):
 
 
 def parse_rate(text: str) -> int:
-    """`"200mbit"` -> 200_000_000 bits per second; also bit, kbit and gbit, as tc spells them."""
+    """Of an option: `"200mbit"` -> 200_000_000 bits per second; also bit, kbit and gbit, as tc spells them."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(bit|kbit|mbit|gbit)", text.strip().lower())
     rate = round(float(match[1]) * _BITS[match[2]]) if match else 0
     if rate < 8_000:
-        raise ValueError(f"rate {text!r} is not a rate of at least 8kbit; write it like 200mbit, 1gbit or 500kbit")
+        raise argparse.ArgumentTypeError(
+            f"rate {text!r} is not a rate of at least 8kbit; write it like 200mbit, 1gbit or 500kbit"
+        )
     return rate
 
 

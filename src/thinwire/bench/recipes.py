@@ -4,7 +4,7 @@ Every run is a `thinwire train` with its directory under --out, so a run that is
 a benchmark that was stopped goes on where it was. Losses are compared in pairs, seed by seed: the weights and
 the order of the data depend on the seed alone, so what is left is the recipe. The learning rate is 1e-3, not the
 default job's 3e-3: there a run is so sensitive that the rounding of bfloat16 alone moves its loss by a percent,
-either way.
+either way. With --rate, times on a slow network instead: `throttled.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from thinwire import recipes
+from thinwire.bench import throttled
+from thinwire.bench.network import MAX_RANKS, NetworkUnavailable, parse_rate
+from thinwire.bench.processes import RankFailed
+from thinwire.bench.stepping import TORCH_HOOKS
 from thinwire.train.checkpoint.manifest import checkpoints_in
 from thinwire.usage import Parser, whole_number
 
@@ -53,6 +57,8 @@ class Row:
 def main(argv: list[str]) -> int:
     """Train, compare, print; returns the exit code."""
     arguments = _parse(argv)
+    if arguments.rate is not None:
+        return _throttled(arguments)
     finished: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.recipes}
     for seed in range(arguments.seeds):
         for name in arguments.recipes:  # alternating, so that a disturbance of the machine hits all alike
@@ -68,6 +74,21 @@ def main(argv: list[str]) -> int:
         )
     else:
         print(table(rows))
+    return 0
+
+
+def _throttled(arguments: argparse.Namespace) -> int:
+    try:
+        rows = throttled.measure(arguments)
+    except (NetworkUnavailable, RankFailed) as error:
+        print(f"thinwire bench recipes: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        keys = ("rate", "ranks", "seeds", "steps", "timed_steps")
+        settings = {key: getattr(arguments, key) for key in keys}
+        print(json.dumps({**settings, "rows": [asdict(row) for row in rows]}))
+    else:
+        print(throttled.table(rows, arguments))
     return 0
 
 
@@ -119,6 +140,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "recipes", nargs="*", help=f"of {', '.join(recipes.names())} (default: all); ddp always runs"
     )
+    parser.add_argument(
+        "--rate",
+        type=parse_rate,
+        help="limit of each rank's egress and ingress, such as 10mbit; adds torch's own hooks",
+    )
+    parser.add_argument("--ranks", type=whole_number(2, MAX_RANKS), default=4, help="with --rate (default 4)")
+    parser.add_argument(
+        "--timed-steps", type=whole_number(10, 10**6), default=63, help="steps on the slow network (default 63)"
+    )
     parser.add_argument("--seeds", type=whole_number(1, 1000), default=3, help="seeds 0, 1, … (default 3)")
     parser.add_argument(
         "--steps", type=whole_number(1, 10**9), default=400, help="optimizer steps of each run (default 400)"
@@ -128,11 +158,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/bench-recipes"), help="directory of the runs")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args(argv)
+    hooks = tuple(TORCH_HOOKS) if arguments.rate is not None else ()
     for name in arguments.recipes:
-        if name not in recipes.names():
-            parser.error(f"unknown recipe {name!r}; choose of {', '.join(recipes.names())}")
-    others = [name for name in arguments.recipes or recipes.names() if name != BASELINE]
-    arguments.recipes = [BASELINE, *others]
+        if name not in (*recipes.names(), *hooks):
+            parser.error(f"unknown recipe {name!r}; choose of {', '.join((*recipes.names(), *hooks))}")
+    chosen = [*(arguments.recipes or recipes.names()), *hooks]
+    arguments.recipes = list(dict.fromkeys([BASELINE, *chosen]))
     return arguments
 
 

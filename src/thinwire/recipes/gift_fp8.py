@@ -1,9 +1,9 @@
 """gift-fp8: FP8 E4M3 in GIFT coordinates, with error feedback.
 
-Each matrix's gradient is whitened by the square roots of two second moments, of its layer's inputs and of its own
-columns (rank 32 plus diagonal each, refreshed every 50 reductions by the matrix's owner), encoded there, and turned
-back after the mean. The paper whitens by the first alone, sends E5M2 and sums codes of different scales; see the
-docs for what differs.
+Each matrix's gradient is whitened by the square roots of two second moments, of its layer's inputs and of its
+own columns (rank 32 plus diagonal each, refreshed every 50 reductions by the matrix's owner), encoded there, and
+turned back after the mean. The paper whitens by the first alone, sends E5M2 and sums codes of different scales;
+see the docs for what differs.
 """
 
 from thinwire.geometry import GIFT

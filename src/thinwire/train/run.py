@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -91,7 +91,19 @@ class Run:
         return _parts(own, self.config.accumulation)
 
 
-def assemble(config: TrainConfig, device: torch.device) -> Run:
+def attach_recipe(ddp: DistributedDataParallel, config: TrainConfig) -> tw.Link:
+    """Average gradients as the configuration says."""
+    link = tw.attach(ddp, tw.recipes.get(config.recipe).reducer, timeout=timedelta(seconds=config.timeout))
+    if config.verify_every:
+        link.verify(every=config.verify_every)
+    return link
+
+
+def assemble(
+    config: TrainConfig,
+    device: torch.device,
+    attach: Callable[[DistributedDataParallel, TrainConfig], tw.Link] = attach_recipe,
+) -> Run:
     """Build all parts. The default process group is up; every rank calls this with the same configuration."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_data, validation_data = build_data(config.data, seed=config.seed)
@@ -109,10 +121,6 @@ def assemble(config: TrainConfig, device: torch.device) -> Run:
         find_unused_parameters=config.model.find_unused_parameters,
     )
     throw_away_step(ddp, device, find_unused=config.model.find_unused_parameters)
-    recipe = tw.recipes.get(config.recipe)
-    link = tw.attach(ddp, recipe.reducer, timeout=timedelta(seconds=config.timeout))
-    if config.verify_every:
-        link.verify(every=config.verify_every)
     return Run(
         config=config,
         rank=rank,
@@ -123,7 +131,7 @@ def assemble(config: TrainConfig, device: torch.device) -> Run:
         sampler=GlobalSampler(train_data.num_sequences, config.seed),
         model=model,
         ddp=ddp,
-        link=link,
+        link=attach(ddp, config),
         optimizers=build_optimizers(model, config.optimizer),
         identity={
             "recipe": config.recipe,
