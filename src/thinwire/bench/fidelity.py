@@ -201,7 +201,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--formats", default=DEFAULT_FORMATS, help=f"comma separated (default {DEFAULT_FORMATS})")
     parser.add_argument("--rank", type=whole_number(1, 4096), default=32, help="of GIFT (default 32)")
-    parser.add_argument("--power", type=float, default=0.5, help="of GIFT (default 0.5)")
+    parser.add_argument("--power", type=float, default=0.5, help="of GIFT, up to 1 (default 0.5)")
     parser.add_argument(
         "--statistic",
         choices=("gradient", "input"),
@@ -209,14 +209,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help=f"of GIFT (default {GIFT.statistic})",
     )
     parser.add_argument("--sides", choices=("right", "both"), default="both", help="of GIFT (default both)")
-    parser.add_argument("--damping", type=float, help="of GIFT (default: measured)")
+    parser.add_argument("--damping", type=float, help="of GIFT, 1e-4 to 1e4 (default: measured)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args(argv)
     arguments.formats = arguments.formats.split(",")
-    try:
-        for name in arguments.formats:
-            formats.get(name)
-        GIFT(power=arguments.power, damping=arguments.damping)
-    except ValueError as error:
-        parser.error(str(error))
+    for key, check in (
+        ("formats", lambda: [formats.get(name) for name in arguments.formats]),
+        ("power", lambda: GIFT(power=arguments.power)),
+        ("damping", lambda: GIFT(damping=arguments.damping)),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            parser.error(f"--{key}: {error}")
     return arguments

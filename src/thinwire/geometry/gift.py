@@ -64,7 +64,7 @@ class GIFT:
     decay: float = 0.5
     """Weight of the second moment in use when a new one is blended in."""
     damping: float | None = None
-    """Added to the diagonal, in units of its mean, 1e-12 to 1e12. None: chosen by measurement, for each side."""
+    """Added to the diagonal, in units of its mean, 1e-4 to 1e4. None: chosen by measurement, for each side."""
     select: Select = "auto"
     """Which matrices: "auto" measures at every refresh, "all", a tuple of names and globs, or a predicate of the
     name."""
@@ -80,7 +80,7 @@ class GIFT:
             ("sides", self.sides, self.sides in ("right", "both")),
             ("refresh_every", self.refresh_every, self.refresh_every >= 1),
             ("decay", self.decay, 0 <= self.decay < 1),
-            ("damping", self.damping, self.damping is None or 1e-12 <= self.damping <= 1e12),
+            ("damping", self.damping, self.damping is None or 1e-4 <= self.damping <= 1e4),
             ("select", select, callable(select) or isinstance(select, tuple) or select in ("auto", "all")),
             ("freeze_after", self.freeze_after, self.freeze_after is None or self.freeze_after >= 1),
         ]:
