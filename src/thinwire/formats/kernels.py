@@ -22,9 +22,18 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 Kernel = Callable[..., Any]
+Like = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+"""Shape, strides, dtype and device of a tensor."""
 
 SHORT = 1 << 13
 """Chunks of fewer elements than this run eagerly even where kernels are compiled."""
+
+_tracing: ContextVar[bool] = ContextVar("tracing", default=False)
+
+
+def is_compiling() -> bool:
+    """Whether a kernel is being traced for the compiler rather than run."""
+    return torch.compiler.is_compiling() or _tracing.get()
 
 
 class Run(Protocol):
@@ -84,9 +93,6 @@ def _dynamic(kernel: Kernel) -> Kernel:
     return torch.compile(kernel, dynamic=True, fullgraph=True)
 
 
-Like = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-
-
 @functools.cache
 def _specialised(kernel: Kernel, *like: Like) -> Kernel:
     """The kernel for tensors of exactly these shapes and strides; what it returns comes as a tuple. Calls are not
@@ -102,14 +108,6 @@ def _specialised(kernel: Kernel, *like: Like) -> Kernel:
         _tracing.reset(token)
     compiled: Kernel = torch._inductor.standalone_compile(graph, [*examples], dynamic_shapes="from_example_inputs")
     return compiled
-
-
-_tracing: ContextVar[bool] = ContextVar("tracing", default=False)
-
-
-def is_compiling() -> bool:
-    """Whether a kernel is being traced for the compiler rather than run."""
-    return torch.compiler.is_compiling() or _tracing.get()
 
 
 @functools.cache

@@ -102,7 +102,7 @@ class NVFP4:
 
 def _views(buffer: Tensor, spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
     """Span scales, float32 (spans,); block scales, float8 (n/16,); packed codes, uint8 (n/2,), which come first in
-    the buffer: unaligned they take three times as long."""
+    the buffer: so all are aligned."""
     numel = sum(spans)
     first = numel // 2
     second = first + 4 * len(spans)
