@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -159,7 +158,6 @@ def _run(job: Job, hosts: Sequence[Host], kind: str, arguments: argparse.Namespa
                         "RANK": str(host.rank),
                         "WORLD_SIZE": str(len(hosts)),
                         "TORCH_CPP_LOG_LEVEL": "ERROR",
-                        "PYTHONPATH": os.pathsep.join(sys.path),
                     }
                     for host in hosts
                 ],

@@ -16,7 +16,7 @@ reductions 1, 2, 3, 5, 9, 17, ... (gradients change fast at first), then every `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -24,9 +24,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from thinwire.geometry.coordinates import MatrixCoordinates, packed_size, unpacked
 from thinwire.geometry.geometry import BoundGeometry, Fidelity, Observer, Place, Rebase, Shapes
 from thinwire.geometry.moments import Moment, new_moment
-from thinwire.geometry.whitening import Whitening, whitening
+from thinwire.geometry.whitening import whitening
 
 Select: TypeAlias = Literal["auto", "all"] | tuple[str, ...] | Callable[[str], bool]
 
@@ -37,7 +38,6 @@ _NOT_MEASURED = Fidelity(float("nan"), float("nan"), float("nan"))
 _FIRST_DAMPING = 1e-1  # until there is a measurement
 _WORTHWHILE = 0.95  # of the plain error: above, the coordinates stay as they are
 _MEASURED_ROWS = 1024  # rows of a gradient that a round trip is measured on
-_HEAD = 4  # numbers before a matrix's coordinates: active, fidelity
 
 
 @dataclass(frozen=True)
@@ -121,31 +121,6 @@ class GIFT:
         return self.select(name) if callable(self.select) else True
 
 
-@dataclass(frozen=True)
-class Coordinates:
-    """Of one matrix: a whitening of its rows and, with both sides, one of its columns."""
-
-    sides: tuple[Whitening, ...]
-    active: bool
-    """Whether they are used; if not, they are kept to be measured again."""
-    fidelity: Fidelity
-    """Measured at the last refresh with the coordinates of that time."""
-
-    def forward(self, matrix: Tensor) -> Tensor:
-        u = self.sides[0].forward(matrix)
-        return u if len(self.sides) == 1 else self.sides[1].forward(u.T).T.contiguous()
-
-    def inverse(self, matrix: Tensor) -> Tensor:
-        g = matrix if len(self.sides) == 1 else self.sides[1].inverse(matrix.T).T
-        return self.sides[0].inverse(g)
-
-    def damped(self, side: int, damping: float) -> Coordinates:
-        """With another damping of one side."""
-        sides = list(self.sides)
-        sides[side] = sides[side].damped(damping)
-        return replace(self, sides=tuple(sides))
-
-
 class BoundGIFT:
     """The coordinates of all matrices, and the moments of those that this rank owns."""
 
@@ -157,11 +132,11 @@ class BoundGIFT:
             for name, (rows, columns) in shapes.items()
         }
         self._owners = _share_out({n: self._size(n) for n in shapes}, place.world_size)
-        self._coordinates: dict[str, Coordinates] = {}
+        self._coordinates: dict[str, MatrixCoordinates] = {}
         self._arriving: dict[str, Moment] = {}  # of layer inputs, on the way to the next reduction
         self._inputs: dict[str, Moment] = {}  # of those of the open one
         self._moments: dict[str, tuple[Moment, ...]] = {}
-        self._measured: dict[str, Coordinates] = {}
+        self._measured: dict[str, MatrixCoordinates] = {}
         self._refreshing = False
         self._input: tuple[Tensor, Moment] | None = None  # of the layer before, which may share its input
 
@@ -174,7 +149,7 @@ class BoundGIFT:
         return self._config.sides == "both"
 
     @property
-    def coordinates(self) -> Mapping[str, Coordinates]:
+    def coordinates(self) -> Mapping[str, MatrixCoordinates]:
         """What is installed, by matrix."""
         return self._coordinates
 
@@ -221,7 +196,7 @@ class BoundGIFT:
         for name, start in self._starts(self._place.rank):
             coordinates = self._refreshed(name)
             if coordinates is not None:
-                packed = _pack(coordinates)
+                packed = coordinates.packed()
                 payload[start : start + len(packed)] = packed
         self._forget()
         return payload
@@ -231,11 +206,11 @@ class BoundGIFT:
         for owner in range(self._place.world_size):
             for name, start in self._starts(owner):
                 packed = payloads[owner, start : start + self._size(name)]
-                self._change(name, self._unpack(name, packed), rebase)
+                self._change(name, self._unpacked(name, packed), rebase)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            f"geometry.{name}": _pack(self._coordinates[name])
+            f"geometry.{name}": self._coordinates[name].packed()
             if name in self._coordinates
             else torch.zeros(self._size(name), device=self._place.device)
             for name in self._lengths
@@ -248,7 +223,7 @@ class BoundGIFT:
                 raise ValueError(f"the reducer state has no coordinates for {name!r} that fit this GIFT")
         self._coordinates.clear()
         for name in self._lengths:
-            coordinates = self._unpack(name, state[f"geometry.{name}"].to(self._place.device))
+            coordinates = self._unpacked(name, state[f"geometry.{name}"].to(self._place.device))
             if coordinates is not None:
                 self._coordinates[name] = coordinates
         self._forget()
@@ -282,7 +257,7 @@ class BoundGIFT:
 
     # -- finding coordinates -------------------------------------------------------------------------------
 
-    def _best(self, coordinates: Coordinates, gradient: Tensor) -> Coordinates:
+    def _best(self, coordinates: MatrixCoordinates, gradient: Tensor) -> MatrixCoordinates:
         """The coordinates with the damping that loses least of the gradient; active if that is worth it.
 
         A gradient that says nothing, of zeros or not finite, leaves them as they are.
@@ -303,7 +278,7 @@ class BoundGIFT:
                     best, least = replace(tried, fidelity=Fidelity(error, plain, cosine)), error
         return replace(best, active=self._config.select != "auto" or least < _WORTHWHILE * plain)
 
-    def _refreshed(self, name: str) -> Coordinates | None:
+    def _refreshed(self, name: str) -> MatrixCoordinates | None:
         """The next coordinates of an owned matrix: those in use where nothing was seen or nothing usable."""
         current = self._measured.get(name, self._coordinates.get(name))
         moments = self._moments.get(name)
@@ -320,10 +295,10 @@ class BoundGIFT:
                 return current
             sides.append(whitening(*split, damping=damping, power=self._config.power))
         if current is None:
-            return Coordinates(tuple(sides), active=True, fidelity=_NOT_MEASURED)
+            return MatrixCoordinates(tuple(sides), active=True, fidelity=_NOT_MEASURED)
         return replace(current, sides=tuple(sides))
 
-    def _change(self, name: str, new: Coordinates | None, rebase: Rebase) -> None:
+    def _change(self, name: str, new: MatrixCoordinates | None, rebase: Rebase) -> None:
         if new is None:
             return
         old = self._coordinates.get(name)
@@ -342,9 +317,12 @@ class BoundGIFT:
     def _rank(self, n: int) -> int:
         return min(self._config.rank, n)
 
+    def _ranks(self, name: str) -> list[tuple[int, int]]:
+        """(length, rank) of each side."""
+        return [(n, self._rank(n)) for n in self._lengths[name]]
+
     def _size(self, name: str) -> int:
-        """Numbers that a matrix's coordinates take: head, and per side V, energy, D, damping."""
-        return _HEAD + sum((self._rank(n) + 1) * n + self._rank(n) + 1 for n in self._lengths[name])
+        return packed_size(self._ranks(name))
 
     def _starts(self, owner: int) -> Iterator[tuple[str, int]]:
         """The matrices of an owner and where they start in its payload."""
@@ -362,35 +340,8 @@ class BoundGIFT:
             sums[owner] += self._size(name)
         return max(sums)
 
-    def _unpack(self, name: str, packed: Tensor) -> Coordinates | None:
-        active, *fidelity = packed[:_HEAD].tolist()
-        start, sides = _HEAD, []
-        for n in self._lengths[name]:
-            rank = self._rank(n)
-            vectors, energy, diagonal, damping = packed[start : start + (rank + 1) * n + rank + 1].split(
-                [n * rank, rank, n, 1]
-            )
-            start += (rank + 1) * n + rank + 1
-            if not damping.item() > 0:  # nothing was found yet
-                return None
-            sides.append(
-                Whitening(
-                    vectors.view(n, rank).clone(),
-                    energy.clone(),
-                    diagonal.clone(),
-                    damping.item(),
-                    self._config.power,
-                )
-            )
-        return Coordinates(tuple(sides), bool(active), Fidelity(*fidelity))
-
-
-def _pack(coordinates: Coordinates) -> Tensor:
-    head = [float(coordinates.active), *astuple(coordinates.fidelity)]
-    parts = [coordinates.sides[0].energy.new_tensor(head)]
-    for side in coordinates.sides:
-        parts += [side.vectors.reshape(-1), side.energy, side.diagonal, side.energy.new_tensor([side.damping])]
-    return torch.cat(parts)
+    def _unpacked(self, name: str, packed: Tensor) -> MatrixCoordinates | None:
+        return unpacked(packed, self._ranks(name), self._config.power)
 
 
 def _share_out(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
