@@ -70,6 +70,22 @@ def test_time_to_the_target_is_steps_to_it_times_seconds_of_a_limited_step() -> 
     assert int4.ratio_to_ddp_step == 0.25
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--rate", "fast"], "write it like 200mbit"),
+        (["--ranks", "65"], "2 to 64"),
+        (["torch-fp16"], "unknown recipe"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        recipes.main(flags)
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
 @needs_namespaces
 @pytest.mark.full
 def test_every_method_has_its_bytes_on_a_slow_network_and_nothing_is_run_twice(

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     (arguments.out / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
     if arguments.json:
         print(
-            json.dumps({"steps": arguments.steps, "workers": arguments.workers, "rows": [asdict(r) for r in rows]})
+            json.dumps({"steps": arguments.steps, "workers": arguments.ranks, "rows": [asdict(r) for r in rows]})
         )
     else:
         print(table(rows))
@@ -145,19 +145,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=parse_rate,
         help="limit of each rank's egress and ingress, such as 10mbit; adds torch's own hooks",
     )
-    parser.add_argument("--ranks", type=whole_number(2, MAX_RANKS), default=4, help="with --rate (default 4)")
+    parser.add_argument("--ranks", "--workers", type=whole_number(2, MAX_RANKS), help="default 2, with --rate 4")
     parser.add_argument(
-        "--timed-steps", type=whole_number(10, 10**6), default=63, help="steps on the slow network (default 63)"
+        "--timed-steps", type=whole_number(10, 10**6), default=63, help="with --rate, on that network (default 63)"
     )
     parser.add_argument("--seeds", type=whole_number(1, 1000), default=3, help="seeds 0, 1, … (default 3)")
     parser.add_argument(
         "--steps", type=whole_number(1, 10**9), default=400, help="optimizer steps of each run (default 400)"
     )
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default 0.001)")
-    parser.add_argument("--workers", type=whole_number(2, 1024), default=2, help="ranks (default 2)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-recipes"), help="directory of the runs")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args(argv)
+    arguments.ranks = arguments.ranks or (2 if arguments.rate is None else 4)
     hooks = tuple(TORCH_HOOKS) if arguments.rate is not None else ()
     for name in arguments.recipes:
         if name not in (*recipes.names(), *hooks):
@@ -169,13 +169,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
     """The summary of one run, trained now unless it is there."""
-    job = f"workers{arguments.workers}-steps{arguments.steps}-lr{arguments.lr:g}"
+    job = f"workers{arguments.ranks}-steps{arguments.steps}-lr{arguments.lr:g}"
     directory = arguments.out / f"{name}-{job}-seed{seed}"
     summary = directory / "summary.json"
     if not summary.exists():
         print(f"training {directory}", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "thinwire", "train", "--recipe", name, "--seed", str(seed)]
-        command += ["--workers", str(arguments.workers), "--steps", str(arguments.steps), "--out", str(directory)]
+        command += ["--workers", str(arguments.ranks), "--steps", str(arguments.steps), "--out", str(directory)]
         command += ["--optimizer.lr", str(arguments.lr), "--checkpoint.every", "0"]
         command += ["--validation-every", "0", "--logging.no-progress"]
         if checkpoints_in(directory / "checkpoints"):
