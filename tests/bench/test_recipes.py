@@ -52,7 +52,7 @@ def test_two_short_runs_become_a_table_and_are_not_repeated(
 def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = tmp_path / "ddp-workers2-steps4-lr0.001-seed0"
+    stopped = tmp_path / "ddp-workers2-batch8-steps4-lr0.001-seed0"
     half = ["train", "--recipe", "ddp", "--steps", "2", "--out", str(stopped), "--logging.no-progress"]
     subprocess.run([sys.executable, "-m", "thinwire", *half], check=True, capture_output=True)
     (stopped / "summary.json").unlink()

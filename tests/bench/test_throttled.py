@@ -13,14 +13,16 @@ from tests.support.namespaces import needs_namespaces
 from tests.support.ranks import run_ranks
 from tests.train.jobs import job, run_job
 from thinwire.bench import recipes, throttled
-from thinwire.bench.stepping import TORCH_HOOKS, Job, Trained, train
+from thinwire.bench.jobs import Job, Trained
+from thinwire.bench.methods import TORCH_HOOKS
+from thinwire.bench.stepping import train
 from thinwire.train.config import TrainConfig
 
 
 def stepped(methods: tuple[str, ...], config: TrainConfig) -> dict[str, Trained]:
     torch.set_num_threads(1)
     steps = config.steps
-    return {method: train(Job(method, 0, steps, steps, 2, 0.0, store=""), config) for method in methods}
+    return {method: train(Job(method, 0, steps, steps, 2, 0.0), config) for method in methods}
 
 
 def test_a_bench_step_is_a_step_of_thinwire_train(tmp_path: Path) -> None:
@@ -43,8 +45,8 @@ def test_torchs_hooks_train_the_same_model(tmp_path: Path) -> None:
 
 
 def test_time_to_the_target_is_steps_to_it_times_seconds_of_a_limited_step() -> None:
-    def losses(*values: float) -> dict[str, object]:
-        return {"losses": [(10 * (number + 1), value) for number, value in enumerate(values)]}
+    def losses(*values: float) -> Trained:
+        return Trained(0.0, 0, [(10 * (number + 1), value) for number, value in enumerate(values)])
 
     trained = {
         "ddp": [losses(3.0, 2.01, 2.0), losses(3.0, 2.5, 2.0)],
@@ -52,11 +54,11 @@ def test_time_to_the_target_is_steps_to_it_times_seconds_of_a_limited_step() -> 
         "int4": [losses(3.0, 2.5, 2.03), losses(3.0, 2.0, 1.9)],
     }
     limited = {
-        "ddp": {"step_seconds": 4.0, "sent_bytes": 4_000_000},
-        "fp8": {"step_seconds": 1.5, "sent_bytes": 1_000_000},
-        "int4": {"step_seconds": 1.0, "sent_bytes": 500_000},
+        "ddp": Trained(4.0, 4_000_000, []),
+        "fp8": Trained(1.5, 1_000_000, []),
+        "int4": Trained(1.0, 500_000, []),
     }
-    free = {method: {"step_seconds": 0.5} for method in trained}
+    free = {method: Trained(0.5, 0, []) for method in trained}
     ddp, fp8, int4 = throttled.compare(trained, limited, free, steps=30, rate=8_000_000)
     assert ddp.seconds_to_target == 25 * 4.0  # the mean of steps 20 and 30
     assert ddp.comm_share == 1 - 0.5 / 4.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,7 +164,10 @@ def trained(kind: str) -> dict[str, Any]:
     rank = dist.get_rank()
     torch.manual_seed(0)
     ddp = DDP(Attention(again=kind == "checkpointed"))
-    link = tw.attach(ddp, tw.Routed(INPUT, "*.weight") if kind != "after" else tw.After(2, INPUT))
+    quantized = INPUT
+    if kind == "of ranks":
+        quantized = replace(INPUT, geometry=tw.GIFT(rank=4, refresh_every=3, statistics_of="ranks"))
+    link = tw.attach(ddp, tw.Routed(quantized, "*.weight") if kind != "after" else tw.After(2, INPUT))
     shown = []
     inner = link.reducer
     for step in range(6):
@@ -189,6 +193,13 @@ def test_statistics_of_inputs_are_gathered_on_refresh_reductions_only() -> None:
         wanted = [bool(names) for names in result["shown"]]
         assert wanted == [True, True, True, True, False, False], rank
         assert set(result["measured"]) == {f"{name}.weight" for name in ("q", "k", "v", "gate", "up", "down")}
+
+
+def test_with_the_statistics_of_all_ranks_each_sees_the_inputs_of_every_layer() -> None:
+    names = [f"{name}.weight" for name in ("down", "gate", "k", "q", "up", "v")]
+    for result in run_ranks(trained, 2, "of ranks"):
+        assert result["shown"] == [names] * 4 + [[]] * 2
+        assert sorted(result["measured"]) == names
 
 
 @pytest.mark.parametrize("kind", ["checkpointed", "after"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ def refresh(ranks: list[BoundGIFT], reduction: int, named: dict[str, Tensor]) ->
         bound.open(reduction)
         for name, gradient in named.items():
             bound.see(name, gradient)
+    carry_statistics(ranks)
     payloads = [bound.payload() for bound in ranks]
     if payloads[0] is None:
         assert payloads == [None] * len(ranks)
@@ -45,6 +47,16 @@ def refresh(ranks: list[BoundGIFT], reduction: int, named: dict[str, Tensor]) ->
     for bound in ranks:
         bound.install(stacked, unchanged)
     return stacked
+
+
+def carry_statistics(ranks: list[BoundGIFT]) -> None:
+    """To the owners, where there are any."""
+    sent = [bound.statistics() for bound in ranks]
+    for bound in ranks:
+        own = bound._place.rank
+        rows = [statistics[own] for rank, statistics in enumerate(sent) if statistics is not None and rank != own]
+        if rows:
+            bound.combine(torch.stack(rows))
 
 
 def test_all_ranks_hold_the_same_coordinates_bit_for_bit() -> None:
@@ -197,6 +209,70 @@ def test_inputs_count_for_the_reduction_that_follows_them(settled: str) -> None:
     bound.see("a", layers[2][1])
     settle()
     assert _moment_distance(bound, moments[1]) < 1e-4
+
+
+@pytest.mark.parametrize("columns", [40, 300])
+def test_statistics_of_all_ranks_are_those_of_their_data_together(columns: int) -> None:
+    """Of inputs on the right side, of gradients on the left, dense (40) or sketched (300): as if one rank had seen
+    all inputs, and the other's gradient below its own."""
+    shapes = {"a": (24, columns), "b": (columns, 24)}
+    config = GIFT(rank=8, damping=0.1, statistics_of="ranks")
+    ranks = world(config, shapes, ranks=3)
+    layers = {
+        name: [dominated(*shape, tokens=200, seed=n, draw=rank) for rank in range(3)]
+        for n, (name, shape) in enumerate(shapes.items())
+    }
+    for rank, bound in enumerate(ranks):
+        for name, observe in bound.observers(1).items():
+            observe(layers[name][rank][0] * (1 + rank))
+        bound.open(1)
+        for name, layer in layers.items():
+            bound.see(name, layer[rank][1])
+    carry_statistics(ranks)
+    payloads = torch.stack([p for bound in ranks if (p := bound.payload()) is not None])
+    for bound in ranks:
+        bound.install(payloads, unchanged)
+    for name, layer in layers.items():
+        owner = next(bound for bound in ranks if bound._owns(name))
+        for index, rows in enumerate(
+            [
+                torch.cat([layer[rank][0] * (1 + rank) for rank in range(3)]),
+                torch.cat([layer[rank][1].T for rank in range(3)]),
+            ]
+        ):
+            alone = owner._new(rows.shape[1])
+            alone.add(rows)
+            split = alone.split(8)
+            assert split is not None
+            side = owner.coordinates[name].sides[index]
+            expected = split[0] @ split[0].T + split[1].diag()
+            assert distance(side.factor @ side.factor.T + side.rest.diag(), expected) < 1e-4
+            for bound in ranks:
+                assert torch.equal(bound.coordinates[name].sides[index].vectors, side.vectors)
+
+
+def test_a_rank_that_saw_no_inputs_does_not_mix_its_gradients_in() -> None:
+    config, shapes = GIFT(rank=8, sides="right", damping=0.1, statistics_of="ranks"), {"a": (24, 40)}
+    ranks, alone = world(config, shapes), world(replace(config, statistics_of="owner"), shapes)
+    (x, gradient), (_, other) = (dominated(24, 40, tokens=200, draw=draw) for draw in (0, 1))
+    for both in (ranks, alone):
+        both[0].observers(1)["a"](x)
+        for bound, seen in zip(both, (gradient, other)):
+            bound.open(1)
+            bound.see("a", seen)
+        carry_statistics(both)
+        payloads = torch.stack([p for bound in both if (p := bound.payload()) is not None])
+        both[0].install(payloads, unchanged)
+    assert torch.equal(ranks[0].coordinates["a"].sides[0].vectors, alone[0].coordinates["a"].sides[0].vectors)
+
+
+def test_statistics_of_ranks_cost_the_smaller_of_triangle_and_sketch() -> None:
+    shapes = {"a": (64, 300)}
+    owner, ranks = (GIFT(rank=8, refresh_every=1, statistics_of=whose) for whose in ("owner", "ranks"))
+    numbers = 1 + 64 * 33 + 300 * 150.5  # triangles: 64 x 65 / 2 and 300 x 301 / 2
+    sketch = 1 + 64 * 32.5 + 300 * 33  # 2 x 8 + 16 columns and the diagonal
+    assert ranks.sent_bytes(shapes, 4) - owner.sent_bytes(shapes, 4) == 3 * 4 * sketch < 3 * 4 * numbers
+    assert owner.bind(shapes, place(world_size=2)).statistics() is None
 
 
 def _moment_distance(bound: BoundGIFT, moment: Tensor) -> float:

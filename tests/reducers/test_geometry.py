@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ GEOMETRIES: dict[str, Geometry] = {
     "hadamard": Hadamard(64),
     "gift": GIFT(rank=8, sides="right", refresh_every=4),
     "both": GIFT(rank=8, refresh_every=4, sides="both", power=1.0),
+    "ranks": GIFT(rank=8, refresh_every=4, statistics_of="ranks"),
 }
 STEPS = 11  # with refreshes at 1, 2, 3, 5 and 9
 
@@ -187,9 +188,9 @@ def test_a_geometry_that_mixes_rows_cannot_shard_them() -> None:
     assert "use sides='right'" in run_ranks(mixing_refused, 2)[0]
 
 
-def ledger() -> tuple[int, int, int]:
+def ledger(statistics_of: Literal["owner", "ranks"]) -> tuple[int, int, int]:
     """Refresh bytes that were sent in 5 reductions, their payload, and those that are announced per reduction."""
-    gift = GIFT(rank=8, refresh_every=5)
+    gift = GIFT(rank=8, refresh_every=5, statistics_of=statistics_of)
     reducer = Quantized("nvfp4", geometry=gift)
     bound, wire = bind(reducer, SLOTS)
     for step in range(5):
@@ -198,13 +199,17 @@ def ledger() -> tuple[int, int, int]:
     rows = [row for row in wire.ledger.rows() if row.phase == "refresh"]
     announced = reducer.sent_bytes(SLOTS, 3) - Quantized("nvfp4", geometry=Hadamard()).sent_bytes(SLOTS, 3)
     wire.close()
-    return sum(row.sent_bytes for row in rows), sum(row.payload_bytes for row in rows), announced
+    gathered = sum(row.payload_bytes for row in rows if row.op == "all_gather")
+    scattered = sum(row.payload_bytes for row in rows if row.op == "all_to_all")  # to the two others together
+    assert (scattered > 0) == (statistics_of == "ranks")
+    return sum(row.sent_bytes for row in rows), 2 * gathered + scattered, announced
 
 
-def test_refreshes_are_counted_as_such() -> None:
+@pytest.mark.parametrize("statistics_of", ["owner", "ranks"])
+def test_refreshes_are_counted_as_such(statistics_of: str) -> None:
     """Refreshes at reductions 1, 2, 3 and 5."""
-    for sent, payload, announced in run_ranks(ledger, 3):
-        assert sent == 2 * payload
+    for sent, payload, announced in run_ranks(ledger, 3, statistics_of):
+        assert sent == payload
         assert announced == sent // 4 // 5
 
 

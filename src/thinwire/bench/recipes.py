@@ -21,10 +21,12 @@ from typing import Any
 
 from thinwire import recipes
 from thinwire.bench import throttled
+from thinwire.bench.methods import TORCH_HOOKS
 from thinwire.bench.network import MAX_RANKS, NetworkUnavailable, parse_rate
 from thinwire.bench.processes import RankFailed
-from thinwire.bench.stepping import TORCH_HOOKS
 from thinwire.train.checkpoint.manifest import checkpoints_in
+from thinwire.train.config import TrainConfig
+from thinwire.train.data.samples import DataConfig
 from thinwire.usage import Parser, whole_number
 
 BASELINE = "ddp"
@@ -68,11 +70,12 @@ def main(argv: list[str]) -> int:
             finished[name].append(summary)
     rows = compare(finished)
     (arguments.out / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    tokens = arguments.batch_size * DataConfig.sequence_length // arguments.ranks
     if arguments.json:
-        print(
-            json.dumps({"steps": arguments.steps, "workers": arguments.ranks, "rows": [asdict(r) for r in rows]})
-        )
+        settings = {"steps": arguments.steps, "workers": arguments.ranks, "tokens_per_rank_and_step": tokens}
+        print(json.dumps({**settings, "rows": [asdict(row) for row in rows]}))
     else:
+        print(f"{arguments.ranks} ranks, {tokens} tokens per rank and step, {arguments.steps} steps")
         print(table(rows))
     return 0
 
@@ -84,7 +87,7 @@ def _throttled(arguments: argparse.Namespace) -> int:
         print(f"thinwire bench recipes: {error}", file=sys.stderr)
         return 1
     if arguments.json:
-        keys = ("rate", "ranks", "seeds", "steps", "timed_steps")
+        keys = ("rate", "ranks", "seeds", "steps", "timed_steps", "batch_size")
         settings = {key: getattr(arguments, key) for key in keys}
         print(json.dumps({**settings, "rows": [asdict(row) for row in rows]}))
     else:
@@ -153,6 +156,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=whole_number(1, 10**9), default=400, help="optimizer steps of each run (default 400)"
     )
+    parser.add_argument(
+        "--batch-size",
+        type=whole_number(1, 2**20),
+        default=TrainConfig.batch_size,
+        help=f"sequences per step over all ranks (default {TrainConfig.batch_size}); more: steps bound by compute",
+    )
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default 0.001)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-recipes"), help="directory of the runs")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -169,13 +178,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
     """The summary of one run, trained now unless it is there."""
-    job = f"workers{arguments.ranks}-steps{arguments.steps}-lr{arguments.lr:g}"
+    job = f"workers{arguments.ranks}-batch{arguments.batch_size}-steps{arguments.steps}-lr{arguments.lr:g}"
     directory = arguments.out / f"{name}-{job}-seed{seed}"
     summary = directory / "summary.json"
     if not summary.exists():
         print(f"training {directory}", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "thinwire", "train", "--recipe", name, "--seed", str(seed)]
         command += ["--workers", str(arguments.ranks), "--steps", str(arguments.steps), "--out", str(directory)]
+        command += ["--batch-size", str(arguments.batch_size)]
         command += ["--optimizer.lr", str(arguments.lr), "--checkpoint.every", "0"]
         command += ["--validation-every", "0", "--logging.no-progress"]
         if checkpoints_in(directory / "checkpoints"):

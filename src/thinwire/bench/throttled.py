@@ -12,25 +12,18 @@ are timed on the limited network, and the two are multiplied.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from thinwire.bench.network import Host, emulated_network
-from thinwire.bench.processes import run_processes
-from thinwire.bench.stepping import Job
+from thinwire.bench.jobs import Job, Trained, run_job
+from thinwire.bench.network import emulated_network
 
 BASELINE = "ddp"
 TARGET = 1.01
 """Of ddp's final validation loss."""
 VALIDATIONS = 40
 """Per training run."""
-STARTING_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -54,39 +47,41 @@ class Row:
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """Train and time every method; what is already in `arguments.out` is not repeated."""
-    rate, ranks = arguments.rate, arguments.ranks
+    rate, ranks, out = arguments.rate, arguments.ranks, arguments.out
+    steps, every = arguments.steps, max(1, arguments.steps // VALIDATIONS)
+    trained: dict[str, list[Trained]] = {}
+    limited, free = {}, {}
     with emulated_network(ranks, rate=rate) as slow, emulated_network(ranks) as fast:
-        trained: dict[str, list[dict[str, Any]]] = {}
-        limited, free = {}, {}
         for method in arguments.recipes:
-            limited[method] = _run(_job(method, 0, arguments, timing=True), slow, f"{rate}bit", arguments)
-            free[method] = _run(_job(method, 0, arguments, timing=True), fast, "unlimited", arguments)
+            timed = Job(method, 0, arguments.timed_steps, steps, 0, arguments.lr, arguments.batch_size)
+            limited[method] = run_job(timed, out, f"{rate}bit", ranks, slow)
+            free[method] = run_job(timed, out, "unlimited", ranks, fast)
         for seed in range(arguments.seeds):
             for method in arguments.recipes:
-                job = _job(method, seed, arguments, timing=False)
-                trained.setdefault(method, []).append(_run(job, fast, "trained", arguments))
-    return compare(trained, limited, free, arguments.steps, rate)
+                job = Job(method, seed, steps, steps, every, arguments.lr, arguments.batch_size)
+                trained.setdefault(method, []).append(run_job(job, out, "trained", ranks, fast))
+    return compare(trained, limited, free, steps, rate)
 
 
 def compare(
-    trained: dict[str, list[dict[str, Any]]],
-    limited: dict[str, dict[str, Any]],
-    free: dict[str, dict[str, Any]],
+    trained: dict[str, list[Trained]],
+    limited: dict[str, Trained],
+    free: dict[str, Trained],
     steps: int,
     rate: int,
 ) -> list[Row]:
     """Rows from what was measured: of every method its runs of all seeds, and its steps on both networks."""
-    targets = [TARGET * run["losses"][-1][1] for run in trained[BASELINE]]
+    targets = [TARGET * run.losses[-1][1] for run in trained[BASELINE]]
     reached = {method: _steps_to(targets, runs) for method, runs in trained.items()}
     rows = []
     for method, runs in trained.items():
-        step, base = limited[method]["step_seconds"], limited[BASELINE]["step_seconds"]
-        compute, sent = free[method]["step_seconds"], limited[method]["sent_bytes"]
+        step, base = limited[method].step_seconds, limited[BASELINE].step_seconds
+        compute, sent = free[method].step_seconds, limited[method].sent_bytes
         own, ddp = reached[method], reached[BASELINE]
         rows.append(
             Row(
                 recipe=method,
-                val_loss=statistics.mean(run["losses"][-1][1] for run in runs),
+                val_loss=statistics.mean(run.losses[-1][1] for run in runs),
                 seconds=steps * step,
                 seconds_to_target=None if own is None else own * step,
                 speedup_vs_ddp=None if own is None or ddp is None else ddp * base / (own * step),
@@ -122,50 +117,12 @@ def table(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _steps_to(targets: Sequence[float], runs: Sequence[dict[str, Any]]) -> float | None:
+def _steps_to(targets: Sequence[float], runs: Sequence[Trained]) -> float | None:
     """Mean over seeds of the first validated step at or below the target; None if a seed never gets there."""
     first: list[int] = []
     for target, run in zip(targets, runs):
-        there = [step for step, loss in run["losses"] if loss <= target]
+        there = [step for step, loss in run.losses if loss <= target]
         if not there:
             return None
         first.append(there[0])
     return sum(first) / len(first)
-
-
-def _job(method: str, seed: int, arguments: argparse.Namespace, *, timing: bool) -> Job:
-    steps = arguments.timed_steps if timing else arguments.steps
-    every = 0 if timing else max(1, arguments.steps // VALIDATIONS)
-    return Job(method, seed, steps, arguments.steps, every, arguments.lr, store="")
-
-
-def _run(job: Job, hosts: Sequence[Host], kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the job gave, from its file if it was run before."""
-    file = (
-        arguments.out
-        / f"{job.method}-{kind}-ranks{len(hosts)}-steps{job.steps}of{job.horizon}-lr{job.lr:g}-seed{job.seed}.json"
-    )
-    if not file.exists():
-        print(f"running {file.stem}", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder:
-            settings = {**asdict(job), "store": str(Path(folder, "store"))}
-            command = [sys.executable, "-m", "thinwire.bench.stepping", json.dumps(settings)]
-            outputs = run_processes(
-                [host.command(command) for host in hosts],
-                [
-                    {
-                        **host.environment(),
-                        "RANK": str(host.rank),
-                        "WORLD_SIZE": str(len(hosts)),
-                        "TORCH_CPP_LOG_LEVEL": "ERROR",
-                    }
-                    for host in hosts
-                ],
-                timeout=STARTING_SECONDS + 60.0 * job.steps,
-            )
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        partial.write_text(outputs[0])
-        partial.replace(file)
-    result: dict[str, Any] = json.loads(file.read_text())
-    return result

@@ -98,17 +98,18 @@ class Wire:
         """Hand a tensor of the caller's to the worker: on CUDA it stays in memory until that is done with it."""
         return self._pipeline.lend(tensor)
 
-    def all_to_all(self, out: Tensor, send: Tensor) -> Pending:
+    def all_to_all(self, out: Tensor, send: Tensor, *, counted_as: str = "scatter") -> Pending:
         """Start sending row i of `send`, uint8 (W-1, nbytes), to the i-th other rank, into the rows of `out`.
 
-        Sends (W-1) nbytes; rows are the other ranks in rank order.
+        Sends (W-1) nbytes, which the ledger counts as those of the phase `counted_as`; rows are the other ranks in
+        rank order.
         """
         nbytes = send.shape[1]
         splits = [0 if rank == self.rank else nbytes for rank in range(self.world_size)]
         work = dist.all_to_all_single(
             out.view(-1), send.view(-1), splits, splits, group=self.phase("scatter"), async_op=True
         )
-        self._record("all_to_all", "scatter", send.numel(), send.numel())
+        self._record("all_to_all", counted_as, send.numel(), send.numel())
         return Pending("scatter", "all_to_all", work)
 
     def all_gather(self, out: Tensor, send: Tensor, *, counted_as: str = "gather") -> Pending:

@@ -2,7 +2,8 @@
 
 A reducer sends u = forward(g), and what comes back is inverse(mean of u): linear and the same on every rank, so
 the mean may be taken in between. Its state is statistics and never gradients, and it does not communicate:
-whoever owns it carries `payload` from each matrix's owner to all ranks, which `install` it together.
+whoever owns it carries `statistics` to each matrix's owner, where the geometry wants that, and `payload` from
+each owner to all ranks, which `install` it together.
 
 Gradients of two or more dimensions are matrices (shape[0], rest).
 """
@@ -82,6 +83,13 @@ class BoundGeometry(Protocol):
 
     def see(self, name: str, gradient: Tensor) -> None:
         """This rank's gradient in the open reduction, float32, unscaled."""
+
+    def statistics(self) -> Tensor | None:
+        """What this rank saw, float32 (W, length), of which rank r, an owner, is to `combine` row r; None when
+        nothing is due, on all ranks alike."""
+
+    def combine(self, statistics: Tensor) -> None:
+        """The rows for this rank of all others, (W-1, length), in rank order."""
 
     def payload(self) -> Tensor | None:
         """What this rank found out as an owner, float32, of one length on all ranks; None when nothing is due."""

@@ -1,11 +1,12 @@
 """GIFT: gradients in coordinates in which few bits suffice (arXiv 2607.07494), with options that go beyond it.
 
-Every matrix has an *owner*, a rank that finds its coordinates from its own data alone: what must be equal on all
-ranks is the geometry, not the statistic. On a refresh reduction the owner
+Every matrix has an *owner*, a rank that finds its coordinates, from its own data alone unless told otherwise: what
+must be equal on all ranks is the geometry, not the statistic. On a refresh reduction the owner
 
     1. measures, on its own gradient, the error of a round trip through the format: without a geometry, and with
        the one in use under several dampings of each side; chooses the best, or none
-    2. blends the second moment of its gradient's rows, or of its layer's inputs, into the one in use
+    2. blends the second moment of its gradient's rows, or of its layer's inputs, into the one in use (with
+       `statistics_of="ranks"` that of all ranks together)
     3. fits coordinates to it (`whitening.py`) and sends them to all ranks, which install them together:
        what was seen in reduction t takes effect at t+1
 
@@ -15,7 +16,7 @@ reductions 1, 2, 3, 5, 9, 17, ... (gradients change fast at first), then every `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -26,7 +27,8 @@ from torch import Tensor
 
 from thinwire.geometry.coordinates import MatrixCoordinates, packed_size, unpacked
 from thinwire.geometry.geometry import BoundGeometry, Fidelity, Observer, Place, Rebase, Shapes
-from thinwire.geometry.moments import Moment, new_moment
+from thinwire.geometry.moments import Moment, new_moment, packed_moment_size
+from thinwire.geometry.ownership import Portions, share_out
 from thinwire.geometry.whitening import whitening
 
 Select: TypeAlias = Literal["auto", "all"] | tuple[str, ...] | Callable[[str], bool]
@@ -45,8 +47,9 @@ class GIFT:
     """Whitened coordinates of rank `rank` plus diagonal.
 
     Per refresh the owner of a matrix of n columns sends 4 ((rank + 1) n + rank + 1) bytes and a few to each
-    other rank, once more with n rows for `sides="both"`. Each change of coordinates costs 4 rows n rank
-    floating-point operations on every rank.
+    other rank (all_gather), once more with n rows for `sides="both"`; with `statistics_of="ranks"` every rank
+    first sends it the smaller of 2 n (n + 1) and 4 n (2 rank + 17) bytes (all_to_all). Each change of coordinates
+    costs 4 rows n rank floating-point operations on every rank.
     """
 
     rank: int = 32
@@ -56,6 +59,9 @@ class GIFT:
     statistic: Literal["gradient", "input"] = "input"
     """Whose second moment: that of the gradient's rows, or of the layer's inputs (A of K-FAC, the paper's), seen
     by forward hooks on refresh reductions; matrices that are no Linear layer's take the gradient's."""
+    statistics_of: Literal["owner", "ranks"] = "owner"
+    """Whose data: "owner" that of the matrix's owner, which costs nothing on the wire; "ranks" the mean over all
+    ranks."""
     sides: Literal["right", "both"] = "both"
     """"right" changes the coordinates of each row; "both" also those of each column, by the second moment of the
     gradient's columns: for whole matrices only, not for shards of rows."""
@@ -77,6 +83,7 @@ class GIFT:
             ("rank", self.rank, self.rank >= 1),
             ("power", self.power, 0 < self.power <= 1),
             ("statistic", self.statistic, self.statistic in ("gradient", "input")),
+            ("statistics_of", self.statistics_of, self.statistics_of in ("owner", "ranks")),
             ("sides", self.sides, self.sides in ("right", "both")),
             ("refresh_every", self.refresh_every, self.refresh_every >= 1),
             ("decay", self.decay, 0 <= self.decay < 1),
@@ -97,12 +104,12 @@ class GIFT:
         return BoundGIFT(self, self._selected(shapes), place)
 
     def sent_bytes(self, shapes: Shapes, world_size: int) -> int:
-        """An all_gather of the largest payload every `refresh_every` reductions."""
+        """An all_gather of the largest payload every `refresh_every` reductions, and what goes to the owners."""
         if self.freeze_after is not None or world_size == 1 or not shapes:
             return 0
         place = Place(0, world_size, torch.device("cpu"), lambda matrix: matrix)
-        payload = 4 * BoundGIFT(self, self._selected(shapes), place).payload_length
-        return (world_size - 1) * payload // self.refresh_every
+        bound = BoundGIFT(self, self._selected(shapes), place)
+        return (world_size - 1) * 4 * (bound.payload_length + bound.statistics_length) // self.refresh_every
 
     def due(self, reduction: int) -> bool:
         """Whether reduction number `reduction`, from 1, refreshes."""
@@ -131,11 +138,16 @@ class BoundGIFT:
             name: (columns, rows) if config.sides == "both" else (columns,)
             for name, (rows, columns) in shapes.items()
         }
-        self._owners = _share_out({n: self._size(n) for n in shapes}, place.world_size)
+        sizes = {name: self._size(name) for name in shapes}
+        self._owners = share_out(sizes, place.world_size)
+        self._payloads = Portions(self._owners, sizes, place.world_size)
+        self._shared = config.statistics_of == "ranks" and place.world_size > 1
+        seen = {name: 1 + sum(self._moment_sizes(name)) for name in shapes}
+        self._statistics = Portions(self._owners, seen, place.world_size)
         self._coordinates: dict[str, MatrixCoordinates] = {}
         self._arriving: dict[str, Moment] = {}  # of layer inputs, on the way to the next reduction
         self._inputs: dict[str, Moment] = {}  # of those of the open one
-        self._moments: dict[str, tuple[Moment, ...]] = {}
+        self._seen: dict[str, _Seen] = {}
         self._measured: dict[str, MatrixCoordinates] = {}
         self._refreshing = False
         self._input: tuple[Tensor, Moment] | None = None  # of the layer before, which may share its input
@@ -170,13 +182,12 @@ class BoundGIFT:
     def observers(self, reduction: int) -> Mapping[str, Observer]:
         if self._config.statistic == "gradient" or not self._config.due(reduction):
             return {}
-        own = (name for name, owner in self._owners.items() if owner == self._place.rank)
-        return {name: partial(self._observe, name) for name in own}
+        return {name: partial(self._observe, name) for name in self._owners if self._shared or self._owns(name)}
 
     def see(self, name: str, gradient: Tensor) -> None:
-        if not self._refreshing or self._owners.get(name) != self._place.rank:
+        if not self._refreshing or name not in self._owners or not (self._shared or self._owns(name)):
             return
-        if name in self._coordinates:
+        if name in self._coordinates and self._owns(name):
             self._measured[name] = self._best(self._coordinates[name], gradient)
         rows_seen = self._inputs.get(name)
         moments = [
@@ -186,27 +197,41 @@ class BoundGIFT:
         for moment, rows in zip(moments, (gradient, gradient.T)):
             if moment is not rows_seen:
                 moment.add(rows)
-        self._moments[name] = tuple(moments)
+        self._seen[name] = _Seen(tuple(moments), rows_seen is not None)
+
+    def statistics(self) -> Tensor | None:
+        if not (self._refreshing and self._shared):
+            return None
+        statistics = torch.zeros(self._place.world_size, self.statistics_length, device=self._place.device)
+        for owner, row in enumerate(statistics):
+            for name, portion in self._statistics.of(owner):
+                if owner != self._place.rank and name in self._seen:
+                    row[portion] = self._seen[name].packed()
+        return statistics
+
+    def combine(self, statistics: Tensor) -> None:
+        for name, portion in self._statistics.of(self._place.rank):
+            for packed in statistics[:, portion]:
+                if name in self._seen:
+                    self._seen[name] = self._seen[name].plus(packed, self._moment_sizes(name))
 
     def payload(self) -> Tensor | None:
         if not self._refreshing:
             return None
         device = self._place.device
         payload = torch.zeros(self.payload_length, device=device)
-        for name, start in self._starts(self._place.rank):
+        for name, portion in self._payloads.of(self._place.rank):
             coordinates = self._refreshed(name)
             if coordinates is not None:
-                packed = coordinates.packed()
-                payload[start : start + len(packed)] = packed
+                payload[portion] = coordinates.packed()
         self._forget()
         return payload
 
     def install(self, payloads: Tensor, rebase: Rebase) -> None:
         self._refreshing = False
         for owner in range(self._place.world_size):
-            for name, start in self._starts(owner):
-                packed = payloads[owner, start : start + self._size(name)]
-                self._change(name, self._unpacked(name, packed), rebase)
+            for name, portion in self._payloads.of(owner):
+                self._change(name, self._unpacked(name, payloads[owner, portion]), rebase)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -248,11 +273,11 @@ class BoundGIFT:
         self._input = (rows, moment)
 
     def _new(self, n: int) -> Moment:
-        return new_moment(n, self._rank(n), self._place.device)
+        return new_moment(n, self._rank(n), self._place.device, travels=self._shared)
 
     def _forget(self) -> None:
         self._inputs.clear()
-        self._moments.clear()
+        self._seen.clear()
         self._measured.clear()
 
     # -- finding coordinates -------------------------------------------------------------------------------
@@ -281,11 +306,11 @@ class BoundGIFT:
     def _refreshed(self, name: str) -> MatrixCoordinates | None:
         """The next coordinates of an owned matrix: those in use where nothing was seen or nothing usable."""
         current = self._measured.get(name, self._coordinates.get(name))
-        moments = self._moments.get(name)
-        if moments is None:
+        seen = self._seen.get(name)
+        if seen is None:
             return current
         sides = []
-        for index, moment in enumerate(moments):
+        for index, moment in enumerate(seen.moments):
             earlier, damping = None, self._config.damping or _FIRST_DAMPING
             if current is not None:
                 side = current.sides[index]
@@ -321,37 +346,47 @@ class BoundGIFT:
         """(length, rank) of each side."""
         return [(n, self._rank(n)) for n in self._lengths[name]]
 
+    def _moment_sizes(self, name: str) -> list[int]:
+        return [packed_moment_size(n, rank) for n, rank in self._ranks(name)]
+
     def _size(self, name: str) -> int:
         return packed_size(self._ranks(name))
-
-    def _starts(self, owner: int) -> Iterator[tuple[str, int]]:
-        """The matrices of an owner and where they start in its payload."""
-        start = 0
-        for name, rank in self._owners.items():
-            if rank == owner:
-                yield name, start
-                start += self._size(name)
 
     @property
     def payload_length(self) -> int:
         """Numbers in every rank's payload: as many as in the longest."""
-        sums = [0] * self._place.world_size
-        for name, owner in self._owners.items():
-            sums[owner] += self._size(name)
-        return max(sums)
+        return self._payloads.length
+
+    @property
+    def statistics_length(self) -> int:
+        """Numbers in a row of the statistics that ranks send each other."""
+        return self._statistics.length if self._shared else 0
+
+    def _owns(self, name: str) -> bool:
+        return self._owners[name] == self._place.rank
 
     def _unpacked(self, name: str, packed: Tensor) -> MatrixCoordinates | None:
         return unpacked(packed, self._ranks(name), self._config.power)
 
 
-def _share_out(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """An owner for each matrix, the largest first to whoever has least; in the order of the names."""
-    load = [0] * world_size
-    owners = {}
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        owners[name] = load.index(min(load))
-        load[owners[name]] += sizes[name]
-    return {name: owners[name] for name in sizes}
+@dataclass(frozen=True)
+class _Seen:
+    """What a rank saw of a matrix: the moments of its sides, the first of layer inputs or of gradient rows."""
+
+    moments: tuple[Moment, ...]
+    of_inputs: bool
+
+    def packed(self) -> Tensor:
+        """As it travels to the owner: 1 for gradient rows or 2 for inputs, then the moments."""
+        parts = [moment.packed() for moment in self.moments]
+        return torch.cat([parts[0].new_tensor([1.0 + self.of_inputs]), *parts])
+
+    def plus(self, packed: Tensor, sizes: list[int]) -> _Seen:
+        """Together with what another rank saw; zeros, or moments of something else, add nothing."""
+        if packed[0].item() != 1.0 + self.of_inputs:
+            return self
+        parts = packed[1:].split(sizes)
+        return replace(self, moments=tuple(m.plus(part) for m, part in zip(self.moments, parts)))
 
 
 def _loss(exact: Tensor, got: Tensor) -> tuple[float, float]:

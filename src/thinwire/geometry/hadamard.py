@@ -78,6 +78,12 @@ class BoundHadamard:
     def see(self, name: str, gradient: Tensor) -> None:
         pass
 
+    def statistics(self) -> Tensor | None:
+        return None
+
+    def combine(self, statistics: Tensor) -> None:
+        pass
+
     def payload(self) -> Tensor | None:
         return None
 

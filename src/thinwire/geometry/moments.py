@@ -10,6 +10,7 @@ with the shift that keeps it stable. Source: Tropp, Yurtsever, Udell, Cevher 201
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Protocol, TypeAlias
 
 import torch
@@ -31,6 +32,12 @@ class Moment(Protocol):
     def add(self, rows: Tensor) -> None:
         """Take rows (m, n) into account, float32."""
 
+    def packed(self) -> Tensor:
+        """As a vector of `packed_moment_size` numbers, float32."""
+
+    def plus(self, packed: Tensor) -> Moment:
+        """This and another one of the same kind, which arrived as a vector, together."""
+
     def split(self, rank: int, earlier: Split | None = None, weight: float = 0.0) -> Split | None:
         """The low-rank part and the rest; None for a moment that is zero or not finite.
 
@@ -38,9 +45,22 @@ class Moment(Protocol):
         """
 
 
-def new_moment(n: int, rank: int, device: torch.device) -> Moment:
-    """An empty moment of vectors of n numbers."""
-    return Dense(n, device) if n <= DENSE else Sketch(n, min(n, 2 * rank + _EXTRA), device)
+def new_moment(n: int, rank: int, device: torch.device, *, travels: bool = False) -> Moment:
+    """An empty moment of vectors of n numbers; of the smaller kind if it `travels`."""
+    return Dense(n, device) if _is_dense(n, rank, travels) else Sketch(n, _columns(n, rank), device)
+
+
+def packed_moment_size(n: int, rank: int) -> int:
+    """Numbers as which a moment travels."""
+    return n * (n + 1) // 2 if _is_dense(n, rank, travels=True) else n * (_columns(n, rank) + 1)
+
+
+def _is_dense(n: int, rank: int, travels: bool) -> bool:
+    return n <= DENSE and not (travels and n * (n + 1) // 2 > n * (_columns(n, rank) + 1))
+
+
+def _columns(n: int, rank: int) -> int:
+    return min(n, 2 * rank + _EXTRA)
 
 
 class Dense:
@@ -51,6 +71,19 @@ class Dense:
 
     def add(self, rows: Tensor) -> None:
         self._sum.addmm_(rows.T, rows)
+
+    def packed(self) -> Tensor:
+        """The upper triangle, row by row."""
+        n = len(self._sum)
+        return self._sum[*torch.triu_indices(n, n, device=self._sum.device)]
+
+    def plus(self, packed: Tensor) -> Dense:
+        n = len(self._sum)
+        upper = torch.zeros_like(self._sum)
+        upper[*torch.triu_indices(n, n, device=upper.device)] = packed
+        both = Dense(n, upper.device)
+        torch.add(self._sum, upper + upper.triu(1).T, out=both._sum)
+        return both
 
     def split(self, rank: int, earlier: Split | None = None, weight: float = 0.0) -> Split | None:
         moment = self._sum.double()
@@ -78,6 +111,16 @@ class Sketch:
     def add(self, rows: Tensor) -> None:
         self._sum.addmm_(rows.T, rows @ self._omega)
         self._diagonal.add_(rows.square().sum(0))
+
+    def packed(self) -> Tensor:
+        return torch.cat([self._sum.reshape(-1), self._diagonal])
+
+    def plus(self, packed: Tensor) -> Sketch:
+        n, columns = self._omega.shape
+        product, diagonal = packed.split([n * columns, n])
+        both = copy(self)
+        both._sum, both._diagonal = self._sum + product.view(n, columns), self._diagonal + diagonal
+        return both
 
     def split(self, rank: int, earlier: Split | None = None, weight: float = 0.0) -> Split | None:
         diagonal = self._diagonal.double()

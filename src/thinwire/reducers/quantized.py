@@ -333,11 +333,28 @@ class BoundQuantized:
         if self._coordinates is None:
             return
         geometry = self._coordinates.geometry
+        statistics = geometry.statistics()
+        if statistics is not None and statistics.numel():
+            geometry.combine(self._to_owners(statistics))
         payload = geometry.payload()
-        if payload is None or not payload.numel():
-            return
-        world_size = self._wire.world_size
-        payloads = payload.new_empty(world_size, payload.numel())
+        if payload is not None and payload.numel():
+            geometry.install(self._to_all(payload), self._rebase)
+
+    def _to_owners(self, rows: Tensor) -> Tensor:
+        """Send row r to rank r; the rows (W-1, length) that the other ranks sent to this one."""
+        others = [rank for rank in range(self._wire.world_size) if rank != self._wire.rank]
+        send = rows[others].view(torch.uint8)
+        received = torch.empty_like(send)
+
+        def task() -> Task:
+            yield self._wire.all_to_all(received, send, counted_as="refresh")
+
+        self._wire.submit([task()], "statistics of coordinates").wait()
+        return received.view(rows.dtype)
+
+    def _to_all(self, payload: Tensor) -> Tensor:
+        """The payloads of all ranks, (W, length)."""
+        payloads = payload.new_empty(self._wire.world_size, payload.numel())
 
         def task() -> Task:
             yield self._wire.all_gather(
@@ -345,7 +362,7 @@ class BoundQuantized:
             )
 
         self._wire.submit([task()], "coordinates").wait()
-        geometry.install(payloads, self._rebase)
+        return payloads
 
     def _rebase(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
         """What is owed of a slot, in new coordinates."""
