@@ -192,15 +192,12 @@ def _workers(launcher: int) -> list[int]:
     return [worker for child in children.get(launcher, []) for worker in children.get(child, [])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "victim",
-    ["a worker", *(pytest.param(name, marks=pytest.mark.full) for name in ("the launcher", "the whole tree"))],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("victim", ["a worker", "the launcher", "the whole tree"])
 def test_the_command_goes_on_bit_for_bit_after_a_kill(
     tmp_path: Path, victim: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Slow: two launches of the whole program, each importing everything."""
+    """As test_launch.py does with a shorter job, whichever process it is that dies."""
     config = replace(_job(tmp_path, "fp8-ef", 2), steps=40)
     (tmp_path / "job.toml").write_text(to_toml(config))
     out = tmp_path / "out"
