@@ -11,15 +11,16 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
 
-ELEMENTS = ("e4m3", "e5m2", "e2m1", "int8", "int4")
+ELEMENTS = ("e4m3", "e5m2", "e2m1", "e3m0", "int8", "int4")
 FLOATS: dict[str, Any] = {
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
     "e2m1": ml_dtypes.float4_e2m1fn,
 }
-BITS = {"e4m3": 8, "e5m2": 8, "e2m1": 4, "int8": 8, "int4": 4}
-MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0, "int8": 127.0, "int4": 7.0}
-MANTISSA = {"e4m3": 3, "e5m2": 2, "e2m1": 1}
+BITS = {"e4m3": 8, "e5m2": 8, "e2m1": 4, "e3m0": 4, "int8": 8, "int4": 4}
+MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0, "e3m0": 16.0, "int8": 127.0, "int4": 7.0}
+MANTISSA = {"e4m3": 3, "e5m2": 2, "e2m1": 1, "e3m0": 0}
+E3M0 = np.array([0.0, *np.exp2(np.arange(-2.0, 5.0))])
 TINY = np.float32(1e-30)
 
 
@@ -28,6 +29,8 @@ def cast(x: Floats, element: str) -> Codes:
     with np.errstate(all="ignore"):
         if element in FLOATS:
             return x.astype(FLOATS[element]).view(np.uint8)
+        if element == "e3m0":
+            return _nearest(x, E3M0)
         return np.rint(x).astype(np.int8).view(np.uint8) & np.uint8(0xFF if element == "int8" else 0x0F)
 
 
@@ -35,8 +38,19 @@ def values(codes: Codes, element: str) -> Floats:
     """What codes mean."""
     if element in FLOATS:
         return codes.view(FLOATS[element]).astype(np.float32)
+    if element == "e3m0":
+        return np.copysign(E3M0[codes & 7], np.where(codes & 8, -1.0, 1.0)).astype(np.float32)
     half = 128 if element == "int8" else 8
     return np.where(codes >= half, codes - np.float32(2 * half), codes).astype(np.float32)
+
+
+def _nearest(x: Floats, grid: npt.NDArray[np.float64]) -> Codes:
+    """The number of the nearest magnitude of the grid, the even one of two as near; 8 more with a sign."""
+    magnitude = np.abs(np.where(np.isnan(x), np.float32(0.0), x)).astype(np.float64)
+    middles = (grid[1:] + grid[:-1]) / 2
+    below = np.searchsorted(middles, magnitude, side="left")
+    tie = np.isin(magnitude, middles)
+    return (below + (tie & (below % 2 == 1)) + 8 * (np.signbit(x) & ~np.isnan(x))).astype(np.uint8)
 
 
 def exact_scale(amax: Floats, largest: float) -> Floats:

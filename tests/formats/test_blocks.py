@@ -152,6 +152,8 @@ def test_finite_values_up_to_2_to_the_127_stay_finite(name: str) -> None:
         ("mxfp4_floor", 0.115),
         ("mxfp4_even", 0.112),
         ("mxfp4_ceil", 0.145),
+        ("fp4_e3m0", 0.192),
+        ("fp4_e3m0_span", 0.195),
         ("int8", 0.0066),
         ("int4", 0.117),  # the full-range grid, -8 to 7, has .105 and a bias
     ],

@@ -59,7 +59,13 @@ def test_compiled_nvfp4_gives_the_bits_of_eager_one() -> None:
         NVFP4(rounding="stochastic"),
         *(
             pytest.param(BlockScaled(element, rounding="stochastic", scale=scale), marks=pytest.mark.full)
-            for element, scale in [("e4m3", "exact"), ("e5m2", "floor"), ("e2m1", "rceil"), ("int8", "exact")]
+            for element, scale in [
+                ("e4m3", "exact"),
+                ("e5m2", "floor"),
+                ("e2m1", "rceil"),
+                ("e3m0", "exact"),
+                ("int8", "exact"),
+            ]
         ),
         pytest.param(BlockScaled("int4", per_span=True, rounding="stochastic"), marks=pytest.mark.full),
     ],

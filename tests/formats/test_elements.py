@@ -33,6 +33,25 @@ def test_every_float32_gets_the_e2m1_code_of_ml_dtypes_after_a_clamp(patterns: o
     assert not codes[~number].any()
 
 
+@pytest.mark.parametrize(
+    ("tie", "rounded"), [(0.125, 0.0), (0.375, 0.5), (0.75, 0.5), (1.5, 2.0), (3.0, 2.0), (6.0, 8.0), (12.0, 8.0)]
+)
+def test_ties_of_e3m0_go_to_the_even_code(tie: float, rounded: float) -> None:
+    """Codes 0 to 7 are 0 and the powers of two from 1/4 to 16."""
+    e3m0 = ELEMENTS["e3m0"]
+    ties = torch.tensor([tie, -tie])
+    assert e3m0.widen(e3m0.code(ties)).tolist() == [rounded, -rounded]
+    away = torch.tensor([np.nextafter(np.float32(tie), np.float32(99 if rounded < tie else 0))])
+    assert e3m0.widen(e3m0.code(away)).item() == (tie * 2 - rounded)
+
+
+@pytest.mark.parametrize("patterns", [bf16_patterns, float32_patterns])
+def test_every_float32_gets_the_nearest_e3m0(patterns: object) -> None:
+    x = patterns()  # type: ignore[operator]
+    codes = ELEMENTS["e3m0"].code(torch.from_numpy(x)).numpy()
+    assert np.array_equal(codes, oracle.cast(x, "e3m0"))
+
+
 @pytest.mark.parametrize("element", ["int8", "int4"])
 @pytest.mark.parametrize("patterns", [bf16_patterns, float32_patterns])
 def test_every_float32_gets_the_integer_that_numpy_rounds_to(element: str, patterns: object) -> None:

@@ -25,6 +25,8 @@ _FORMATS: dict[str, Format] = {
     "mxfp8_e5m2": BlockScaled("e5m2", block=32, scale="rceil"),
     "mxfp4": BlockScaled("e2m1", block=32, scale="rceil"),
     "nvfp4": NVFP4(),
+    "fp4_e3m0": BlockScaled("e3m0"),
+    "fp4_e3m0_span": BlockScaled("e3m0", per_span=True),
     "int8": BlockScaled("int8"),
     "int4": BlockScaled("int4"),
     "int8_span": BlockScaled("int8", per_span=True),

@@ -5,13 +5,15 @@
 | e4m3 | 4 exponent, 3 mantissa bits | 448 | torch.float8_e4m3fn |
 | e5m2 | 5 exponent, 2 mantissa bits | 57344 | torch.float8_e5m2 |
 | e2m1 | 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives | 6 | sign in bit 3, magnitude in bits 0 to 2 |
+| e3m0 | 0, 0.25, 0.5, 1, 2, 4, 8, 16 and their negatives | 16 | sign in bit 3, magnitude in bits 0 to 2 |
 | int8, int4 | whole numbers, as many positive as negative | 127, 7 | two's complement |
 
 Codes of 4 bits come one to an int8 (its upper half is ignored): to uint8 the compiler does not vectorise.
 
 `code` rounds to nearest even and saturates nowhere but in E2M1: the scale comes from the block's largest
 magnitude, and rounding cannot pass the element's largest value. Non-finite numbers live in the scale.
-Source: the OCP formats as torch and ml_dtypes implement them (FP8, FP4); integers as in SDP4Bit (arXiv
+Source: the OCP formats as torch and ml_dtypes implement them (FP8, FP4); E3M0 as named in Streaming DiLoCo (arXiv
+2501.18512), which gives its bits and not its layout; integers as in SDP4Bit (arXiv
 2410.15526), symmetric, because error feedback would see a bias in a grid with one more negative number.
 """
 
@@ -75,6 +77,15 @@ def _code_e2m1(values: Tensor) -> Tensor:
     return (code + sign).to(torch.int8)
 
 
+def _code_e3m0(values: Tensor) -> Tensor:
+    """Round the bits of a magnitude to its exponent, ties to the even code; below 1/4, to that or to zero."""
+    values = torch.where(values == values, values, 0.0)  # NaN has no code
+    bits = values.abs().view(torch.int32)
+    code = ((bits + 0x3FFFFF + ((bits >> 23) & 1)) >> 23) - 124  # 1/4, the smallest, has exponent field 125
+    code = torch.where(bits > 124 << 23, code.clamp(1, 7), 0)
+    return (code + torch.where(torch.signbit(values), 8, 0)).to(torch.int8)
+
+
 def _code_int8(values: Tensor) -> Tensor:
     return torch.round(torch.where(values == values, values, 0.0)).to(torch.int8)  # NaN has no integer
 
@@ -107,6 +118,12 @@ def _widen_e2m1(codes: Tensor) -> Tensor:
     return (((bits & 7) << 9) | ((bits & 8) << 12)).view(torch.float16).to(torch.float32) * 2.0**14
 
 
+def _widen_e3m0(codes: Tensor) -> Tensor:
+    code = codes.to(torch.int32)
+    magnitude = torch.where((code & 7) > 0, ((code & 7) + 124) << 23, 0)
+    return (magnitude | ((code & 8) << 28)).view(torch.float32)
+
+
 def _widen_int8(codes: Tensor) -> Tensor:
     return codes.to(torch.float32)
 
@@ -121,6 +138,7 @@ ELEMENTS = {
         Element("e4m3", 8, 448.0, E4M3, 3, -6, _code_e4m3, _widen_e4m3),
         Element("e5m2", 8, 57344.0, E5M2, 2, -14, _code_e5m2, _widen_e5m2),
         Element("e2m1", 4, 6.0, torch.int8, 1, 0, _code_e2m1, _widen_e2m1),
+        Element("e3m0", 4, 16.0, torch.int8, 0, -2, _code_e3m0, _widen_e3m0),
         Element("int8", 8, 127.0, torch.int8, None, 0, _code_int8, _widen_int8),
         Element("int4", 4, 7.0, torch.int8, None, 0, _code_int8, _widen_int4),
     )

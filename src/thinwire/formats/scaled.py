@@ -7,6 +7,7 @@ all in float32, round to nearest even or stochastically. With them the well-know
     FP8      e4m3 or e5m2, blocks of 128 or one scale per span, exact scales or powers of two
     MXFP8    e4m3 or e5m2, blocks of 32, powers of two         (OCP Microscaling formats 1.0)
     MXFP4    e2m1, blocks of 32, powers of two
+    E3M0     powers of two from 1/64 of the largest on, and zero, 4 bits, blocks of 128 or one scale per span
     INT8/4   symmetric integers, groups of 128 or one scale per span
 
 An encoded chunk is: scales (float32, or one E8M0 byte each), codes (8 bits, or 4 packed in pairs).
@@ -34,7 +35,7 @@ _ROUNDINGS = ("nearest", "stochastic")
 class BlockScaled:
     """Codes of `element` with scales: (bits + 32/block) / 8 bytes per element (exact), or + 8/block (E8M0)."""
 
-    element: Literal["e4m3", "e5m2", "e2m1", "int8", "int4"]
+    element: Literal["e4m3", "e5m2", "e2m1", "e3m0", "int8", "int4"]
     """See `thinwire.formats.elements`."""
 
     block: int = 128
@@ -70,7 +71,7 @@ class BlockScaled:
     def name(self) -> str:
         floating = self._element.mantissa is not None
         if floating and self.block == 32 and self.scale != "exact" and not self.per_span:
-            name = {"e4m3": "mxfp8", "e5m2": "mxfp8_e5m2", "e2m1": "mxfp4"}[self.element]
+            name = {"e4m3": "mxfp8", "e5m2": "mxfp8_e5m2", "e2m1": "mxfp4", "e3m0": "mxfp4_e3m0"}[self.element]
             power = "" if self.scale == "rceil" else f"_{self.scale}"
         else:
             name = f"fp{self._element.bits}_{self.element}" if floating else self.element
