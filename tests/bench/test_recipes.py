@@ -1,11 +1,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import thinwire as tw
+from thinwire import recipes
 from thinwire.bench import recipes as bench
+from thinwire.bench.jobs import Job, fingerprint
 
 
 def _summary(val_loss: float, sent: int, wall: float) -> dict[str, float | int]:
@@ -52,7 +56,7 @@ def test_two_short_runs_become_a_table_and_are_not_repeated(
 def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = tmp_path / "ddp-workers2-batch8-steps4-lr0.001-seed0"
+    stopped = tmp_path / f"ddp-workers2-batch8-steps4-lr0.001-seed0-{fingerprint('ddp')}"
     half = ["train", "--recipe", "ddp", "--steps", "2", "--out", str(stopped), "--logging.no-progress"]
     subprocess.run([sys.executable, "-m", "thinwire", *half], check=True, capture_output=True)
     (stopped / "summary.json").unlink()
@@ -61,6 +65,18 @@ def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(
     steps = [json.loads(line)["step"] for line in (stopped / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1] == 4
     assert len(steps) == len(set(steps))
+
+
+def test_what_was_run_under_another_configuration_is_not_taken_for_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = {name: fingerprint(name) for name in ("fp8", "fp8-ef", "torch-fp16")}
+    assert len(set(before.values())) == 3
+    changed = replace(recipes.get("fp8"), reducer=tw.Quantized("fp8_e4m3"))
+    monkeypatch.setitem(recipes._RECIPES, "fp8", changed)
+    assert [name for name, was in before.items() if fingerprint(name) != was] == ["fp8"]
+    job = Job("ddp", seed=0, steps=20, horizon=20, validate_every=10, lr=1e-3)
+    assert job.name != replace(job, validate_every=20).name
 
 
 def test_an_unknown_recipe_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:

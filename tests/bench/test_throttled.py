@@ -22,14 +22,14 @@ from thinwire.train.config import TrainConfig
 def stepped(methods: tuple[str, ...], config: TrainConfig) -> dict[str, Trained]:
     torch.set_num_threads(1)
     steps = config.steps
-    return {method: train(Job(method, 0, steps, steps, 2, 0.0), config) for method in methods}
+    return {method: train(Job(method, 0, steps, steps, 4, 0.0), config) for method in methods}
 
 
 def test_a_bench_step_is_a_step_of_thinwire_train(tmp_path: Path) -> None:
     config = job(tmp_path, recipe="fp8-ef")
     (summary, *_) = run_ranks(run_job, 2, config, tmp_path / "out")
     trained = run_ranks(stepped, 2, ("fp8-ef",), replace(config, recipe="ddp"))[0]["fp8-ef"]
-    assert [step for step, _ in trained.losses] == [2, 4, 6]
+    assert [step for step, _ in trained.losses] == [4, 6]  # every four and at the end
     assert trained.losses[-1][1] == summary["val_loss"]
     assert trained.sent_bytes == summary["sent_bytes_per_rank"] // 6
     assert trained.step_seconds > 0
@@ -78,6 +78,7 @@ def test_time_to_the_target_is_steps_to_it_times_seconds_of_a_limited_step() -> 
         (["--rate", "fast"], "write it like 200mbit"),
         (["--ranks", "65"], "2 to 64"),
         (["torch-fp16"], "unknown recipe"),
+        (["--rate", "10mbit", "--steps", "9"], "--steps 9 are too few"),
     ],
 )
 def test_what_cannot_be_run_is_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,13 +16,12 @@ from itertools import product
 from pathlib import Path
 
 from thinwire import formats
-from thinwire.bench.jobs import Job, Trained, run_job
+from thinwire.bench.jobs import BASELINE, LEAST_STEPS, Job, Trained, run_job
 from thinwire.bench.methods import FEEDBACKS, GEOMETRIES, cell
 from thinwire.bench.network import MAX_RANKS
 from thinwire.bench.processes import RankFailed
 from thinwire.usage import Parser, whole_number
 
-BASELINE = "ddp"
 FORMATS = ("fp8_e5m2", "nvfp4", "int4_span", "int4")
 
 
@@ -102,7 +101,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=whole_number(2, MAX_RANKS), default=2, help="default 2")
     parser.add_argument("--seeds", type=whole_number(1, 1000), default=3, help="seeds 0, 1, … (default 3)")
-    parser.add_argument("--steps", type=whole_number(10, 10**9), default=200, help="of each run (default 200)")
+    parser.add_argument(
+        "--steps", type=whole_number(LEAST_STEPS, 10**9), default=200, help="of each run (default 200)"
+    )
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate (default 0.001)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-ablation"), help="directory of what was run")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")

@@ -3,8 +3,9 @@
 For every checkpoint of the run (`--checkpoint.every` says how many there are) the gradients of the step that
 followed it are computed once more, on one process, and encoded and decoded in three ways: as they are, in
 Hadamard coordinates, and in GIFT coordinates that were fitted to other batches at the same weights. Errors are
-|decoded - gradient| / |gradient|. GIFT selects layers as in training, by errors on the batches it is fitted to;
-the others stay as they are.
+|decoded - gradient| / |gradient|. GIFT selects layers as in training, each time by the gradient of a batch that
+its coordinates were not fitted to yet; the others stay as they are. In training the coordinates are up to a
+refresh old, and fitted to one rank's share of a batch: there the error is somewhat larger.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def main(argv: list[str]) -> int:
                 print(table(rows, step), flush=True)
     except (ConfigError, CheckpointError, Damaged, DataError, OSError) as error:
         print(f"thinwire bench fidelity: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     if arguments.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}))
     return 0

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
+from thinwire.bench.methods import description
 from thinwire.bench.network import Host
 from thinwire.bench.processes import run_processes
 from thinwire.train.config import TrainConfig
 
+BASELINE = "ddp"
+"""What every method is compared with."""
+LEAST_STEPS = 10
+"""Of a job that is timed: the first few do not count."""
 STARTING_SECONDS = 300.0
 
 
@@ -35,8 +42,15 @@ class Job:
 
     @property
     def name(self) -> str:
+        """Tells apart whatever could make a difference: what a recipe is today, too."""
         size = f"batch{self.batch_size}-steps{self.steps}of{self.horizon}"
-        return f"{self.method}-{size}-lr{self.lr:g}-seed{self.seed}"
+        return f"{self.method}-{size}-lr{self.lr:g}-seed{self.seed}-{fingerprint(self.method, repr(self))}"
+
+
+def fingerprint(method: str, *more: str) -> str:
+    """A short hash of how the method is configured in this version of thinwire, and of more."""
+    parts = [version("thinwire"), description(method), *more]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,8 @@ class Trained:
     step_seconds: float
     """Mean over the steps after the first few, validation left out; of the slowest rank."""
     sent_bytes: int
-    """Per rank and step: by the interface's counter where there is one of its own, else by the ledger."""
+    """Per step, of the rank that sends most: by the interface's counter where there is one of its own, else by the
+    ledger."""
     losses: list[tuple[int, float]]
     """(step, validation loss), nats per byte."""
 

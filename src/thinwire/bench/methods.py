@@ -71,6 +71,11 @@ def reducer_of(method: str) -> Reducer:
     return tw.Routed(tw.Quantized(format, feedback=chosen, geometry=GEOMETRIES[geometry]))
 
 
+def description(method: str) -> str:
+    """All of its configuration."""
+    return method if method in TORCH_HOOKS else repr(reducer_of(method))
+
+
 def attach_method(method: str) -> Attach:
     """How a method is attached to a DDP model."""
     if method in TORCH_HOOKS:

@@ -21,6 +21,7 @@ from typing import Any
 
 from thinwire import recipes
 from thinwire.bench import throttled
+from thinwire.bench.jobs import BASELINE, LEAST_STEPS, fingerprint
 from thinwire.bench.methods import TORCH_HOOKS
 from thinwire.bench.network import MAX_RANKS, NetworkUnavailable, parse_rate
 from thinwire.bench.processes import RankFailed
@@ -28,8 +29,6 @@ from thinwire.train.checkpoint.manifest import checkpoints_in
 from thinwire.train.config import TrainConfig
 from thinwire.train.data.samples import DataConfig
 from thinwire.usage import Parser, whole_number
-
-BASELINE = "ddp"
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,10 @@ class Row:
     ratio_to_ddp_step: float
     comm_share: float
     """Exposed communication / wall seconds."""
+    seconds_to_target: None = None
+    """This and what follows: with --rate only."""
+    speedup_vs_ddp: None = None
+    ratio_to_limit: None = None
 
 
 def main(argv: list[str]) -> int:
@@ -150,7 +153,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", "--workers", type=whole_number(2, MAX_RANKS), help="default 2, with --rate 4")
     parser.add_argument(
-        "--timed-steps", type=whole_number(10, 10**6), default=63, help="with --rate, on that network (default 63)"
+        "--timed-steps",
+        type=whole_number(LEAST_STEPS, 10**6),
+        default=63,
+        help="with --rate, on that network (default 63)",
     )
     parser.add_argument("--seeds", type=whole_number(1, 1000), default=3, help="seeds 0, 1, … (default 3)")
     parser.add_argument(
@@ -167,6 +173,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args(argv)
     arguments.ranks = arguments.ranks or (2 if arguments.rate is None else 4)
+    if arguments.rate is not None and arguments.steps < LEAST_STEPS:
+        parser.error(f"--steps {arguments.steps} are too few to be timed; with --rate at least {LEAST_STEPS}")
     hooks = tuple(TORCH_HOOKS) if arguments.rate is not None else ()
     for name in arguments.recipes:
         if name not in (*recipes.names(), *hooks):
@@ -179,7 +187,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
     """The summary of one run, trained now unless it is there."""
     job = f"workers{arguments.ranks}-batch{arguments.batch_size}-steps{arguments.steps}-lr{arguments.lr:g}"
-    directory = arguments.out / f"{name}-{job}-seed{seed}"
+    directory = arguments.out / f"{name}-{job}-seed{seed}-{fingerprint(name)}"
     summary = directory / "summary.json"
     if not summary.exists():
         print(f"training {directory}", file=sys.stderr, flush=True)

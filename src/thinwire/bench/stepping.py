@@ -59,11 +59,12 @@ def train(job: Job, config: TrainConfig) -> Trained:
         if progress.step > WARM_UP:
             seconds += time.perf_counter() - begin
             sent += _sent(run.link) - before
-        if job.validate_every and progress.step % job.validate_every == 0:
+        last = progress.step == job.steps
+        if job.validate_every and (last or progress.step % job.validate_every == 0):
             losses.append((progress.step, validate(run)))
     timed = job.steps - WARM_UP
-    worst = max(row[0] for row in run.table([seconds]))
-    return Trained(worst / timed, sent // timed, losses)
+    slowest, busiest = (max(column) for column in zip(*run.table([seconds, float(sent)])))
+    return Trained(slowest / timed, int(busiest) // timed, losses)
 
 
 def _sent(link: tw.Link) -> int:

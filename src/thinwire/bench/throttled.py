@@ -16,10 +16,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.bench.jobs import Job, Trained, run_job
+from thinwire.bench.jobs import BASELINE, Job, Trained, run_job
 from thinwire.bench.network import emulated_network
 
-BASELINE = "ddp"
 TARGET = 1.01
 """Of ddp's final validation loss."""
 VALIDATIONS = 40

@@ -1,7 +1,7 @@
 """gift-nvfp4: NVFP4 in GIFT coordinates, with error feedback.
 
 4.5 bits per element where they lose least: in coordinates in which the gradient's second moment is flatter, the
-error of a block-scaled format shrinks to a third to a half of what it is in the gradient's own.
+error of a block-scaled format is a fraction of what it is in the gradient's own (see the docs for measured ones).
 """
 
 from thinwire.geometry import GIFT
