@@ -4,6 +4,7 @@ from thinwire import recipes
 from thinwire.collectives import CollectiveError
 from thinwire.data_parallel import Link, attach
 from thinwire.geometry import GIFT, Hadamard
+from thinwire.local_update import DiLoCo, StreamingDiLoCo, local_update
 from thinwire.reducers import After, Dense, Local, Quantized, Routed
 
 __all__ = [
@@ -11,11 +12,14 @@ __all__ = [
     "After",
     "CollectiveError",
     "Dense",
+    "DiLoCo",
     "Hadamard",
     "Link",
     "Local",
     "Quantized",
     "Routed",
+    "StreamingDiLoCo",
     "attach",
+    "local_update",
     "recipes",
 ]

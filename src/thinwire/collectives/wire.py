@@ -150,6 +150,15 @@ class Wire:
         self._record("all_gather", CONTROL, tensor.nbytes, (self.world_size - 1) * tensor.nbytes)
         return out
 
+    def control_broadcast(self, tensor: Tensor) -> None:
+        """Give all ranks what the first one has, in place and at once; counted as control traffic."""
+        if self.world_size > 1:
+            try:
+                dist.broadcast(tensor, group_src=0, group=self._phases[CONTROL])
+            except RuntimeError as error:
+                raise self._fail_control("broadcast", error) from error
+            self._record("broadcast", CONTROL, tensor.nbytes, tensor.nbytes if self.rank == 0 else 0)
+
     def close(self) -> None:
         """End the worker. The process groups live on, as torch's do, until destroy_process_group."""
         self._pipeline.close()

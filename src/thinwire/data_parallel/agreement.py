@@ -32,10 +32,14 @@ def check_same_model(wire: Wire, slots: Sequence[Slot]) -> None:
 
 def check_same_reducer(wire: Wire, reducer: Reducer) -> None:
     """Raise ValueError on every rank if one attaches another reducer."""
-    described = re.sub(r" at 0x[0-9a-f]+", "", repr(reducer))  # the address of a rule that is a function
-    if difference := _first_difference(wire, [described]):
-        _, sides = difference
+    if sides := _different(wire, reducer):
         raise ValueError(f"ranks attach different reducers: {sides}; attach the same on every rank")
+
+
+def check_same_method(wire: Wire, method: object) -> None:
+    """Raise ValueError on every rank if one averages by another method."""
+    if sides := _different(wire, method):
+        raise ValueError(f"ranks average by different methods: {sides}; use the same on every rank")
 
 
 def ranks_that_differ(wire: Wire, tensors: Iterable[Tensor], *, abstain: bool = False) -> list[int]:
@@ -48,6 +52,13 @@ def ranks_that_differ(wire: Wire, tensors: Iterable[Tensor], *, abstain: bool = 
     counted = {rank: vote for rank, vote in votes if any(vote)}
     most, _ = Counter(counted.values()).most_common(1)[0] if counted else (b"", 0)  # in a tie, the first seen
     return [wire.ranks[rank] for rank, vote in counted.items() if vote != most]
+
+
+def _different(wire: Wire, configuration: object) -> str | None:
+    """What two ranks have, if not the same."""
+    described = re.sub(r" at 0x[0-9a-f]+", "", repr(configuration))  # the address of a rule that is a function
+    difference = _first_difference(wire, [described])
+    return difference[1] if difference else None
 
 
 def _first_difference(wire: Wire, lines: Sequence[str]) -> tuple[int, str] | None:

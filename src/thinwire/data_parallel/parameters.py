@@ -1,0 +1,59 @@
+"""The parameters of a model that ranks average: their names, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+
+from thinwire.collectives import Slot
+from thinwire.data_parallel.names import plain_name
+
+
+def named(module: nn.Module, *, ignored: Collection[str] = ()) -> dict[str, nn.Parameter]:
+    """The parameters that data parallelism keeps equal, by plain name."""
+    parameters = module.named_parameters()
+    return {plain_name(name): parameter for name, parameter in parameters if name not in ignored}
+
+
+def trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those that are averaged: neither frozen nor empty."""
+    return {name: p for name, p in parameters.items() if p.requires_grad and p.numel()}
+
+
+def slots(parameters: Mapping[str, nn.Parameter]) -> list[Slot]:
+    """As the reducer sees the trained ones."""
+    return [Slot(name, tuple(p.shape), p.dtype) for name, p in trained(parameters).items()]
+
+
+def check(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse by name what cannot be averaged. Raises ValueError."""
+    names = {id(parameter): name for name, parameter in parameters.items() if parameter.requires_grad}
+    for submodule in module.modules():
+        sparse = isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse
+        if sparse and (name := names.get(id(submodule.weight))):
+            raise ValueError(
+                f"{name!r} belongs to an embedding with sparse=True, whose gradient is not a dense tensor: "
+                "build it with sparse=False"
+            )
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and not parameter.dtype.is_floating_point:
+            raise ValueError(f"{name!r} is {parameter.dtype}: only real floating point parameters are averaged")
+
+
+def device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
+    """The one device of all parameters. Raises ValueError where there are several."""
+    devices = {parameter.device: name for name, parameter in parameters.items()}
+    if len(devices) > 1:
+        where = " and ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(f"attach needs a model on one device per rank, got {where}")
+    return next(iter(devices), torch.device("cpu"))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP or tensor parallelism cut the parameters into DTensors or flat shards."""
+    return any(
+        hasattr(parameter, "placements") or hasattr(parameter, "_is_flat_param")
+        for parameter in model.parameters()
+    )

@@ -1,0 +1,99 @@
+"""`local_update`: a script whose ranks train on their own and average now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from thinwire.collectives import Slot, Wire
+from thinwire.data_parallel import attach
+from thinwire.data_parallel import parameters as of_model
+from thinwire.data_parallel.agreement import check_same_method, check_same_model
+from thinwire.local_update.engine import LocalUpdate
+from thinwire.local_update.fragments import cut
+from thinwire.local_update.method import Method
+from thinwire.reducers import Local
+
+
+def local_update(
+    model: nn.Module,
+    optimizer: Optimizer,
+    method: Method,
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+) -> LocalUpdate:
+    """Let every rank train `model` with `optimizer` on its own data, and average as `method` says.
+
+    `model` is a bare module, which then gets the parameters and buffers of rank 0, or a DistributedDataParallel
+    model, whose own averaging of gradients and buffers stops until `close()`. `group` (None: DDP's, or the
+    default one) are the ranks that average; without torch.distributed a world of one. Collective: call it on all
+    ranks at the same point. `timeout` ends a collective that hangs (None: that of the group).
+
+    Raises ValueError for parameters that cannot be averaged, an optimizer of other parameters, ranks with
+    different models or methods; TypeError for sharded models.
+    """
+    bare = getattr(model, "_orig_mod", model)
+    if of_model.is_sharded(bare):
+        raise TypeError(f"local_update averages whole parameters, and those of {type(bare).__name__} are sharded")
+    ddp = bare if isinstance(bare, DistributedDataParallel) else None
+    module = ddp.module if ddp is not None else bare
+    parameters = of_model.named(module)
+    of_model.check(module, parameters)
+    _check_optimizer(optimizer, parameters)
+    device = of_model.device(parameters)
+    wire = Wire(ddp.process_group if ddp is not None else group, device=device, timeout=timeout)
+    trained = of_model.trained(parameters)
+    slots = [Slot(name, tuple(p.shape), _wide(p)) for name, p in trained.items()]
+    check_same_model(wire, of_model.slots(parameters))
+    check_same_method(wire, method)
+    plan = method.plan()
+    fragments = cut({slot.name: slot.numel * slot.dtype.itemsize for slot in slots}, plan.fragments, plan.order)
+    reducer = plan.reducer.bind(slots, wire)
+    if ddp is None:
+        _start_equal(module, wire)
+    anchors = {name: p.detach().to(_wide(p), copy=True) for name, p in trained.items()}
+    release = _take_over(model, ddp, timeout) if ddp is not None else lambda: None
+    return LocalUpdate(trained, plan, fragments, anchors, reducer, wire, release)
+
+
+def _wide(parameter: nn.Parameter) -> torch.dtype:
+    """Of an anchor: what a narrow parameter rounds away must not be lost from round to round."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    known = {id(parameter) for parameter in parameters.values()}
+    optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if foreign := [parameter for parameter in optimized if id(parameter) not in known]:
+        raise ValueError(
+            f"local_update: the optimizer has {len(foreign)} of {len(optimized)} parameters that are not the "
+            "model's: build it from model.parameters() after the model is where it trains"
+        )
+
+
+@torch.no_grad()
+def _start_equal(module: nn.Module, wire: Wire) -> None:
+    """All ranks start from the parameters and buffers of the first, as under DDP."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        whole = tensor.detach().contiguous()
+        wire.control_broadcast(whole)
+        tensor.copy_(whole)
+
+
+def _take_over(called: nn.Module, ddp: DistributedDataParallel, timeout: timedelta | None) -> Callable[[], None]:
+    """Stop DDP from averaging gradients and copying buffers; what gives both back to it."""
+    link = attach(called, Local(), timeout=timeout)
+    broadcasts, ddp.broadcast_buffers = ddp.broadcast_buffers, False
+
+    def give_back() -> None:
+        ddp.broadcast_buffers = broadcasts
+        link.detach()
+
+    return give_back

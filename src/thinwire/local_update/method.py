@@ -1,0 +1,72 @@
+"""What a local-update method is: a frozen configuration that makes a plan. What carries it out is `engine.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.reducers import Reducer
+
+MakeOptimizer: TypeAlias = Callable[[list[Tensor]], Optimizer]
+"""An optimizer of these tensors, such as `functools.partial(torch.optim.SGD, lr=0.7)`."""
+
+Fragments: TypeAlias = int | tuple[tuple[str, ...], ...]
+"""How many, or for each its parameters, by names and globs."""
+
+Order: TypeAlias = Literal["strided", "sequential"]
+"""Layer l of L belongs to fragment l mod F, or to fragment l F // L."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens when. A *round* is `every` steps; in it each fragment is averaged once, at even distances."""
+
+    every: int
+    """Steps of a round."""
+    reducer: Reducer
+    """How pseudo-gradients are averaged."""
+    outer: MakeOptimizer
+    """What moves the agreed weights along the averaged pseudo-gradient."""
+    fragments: Fragments = 1
+    order: Order = "strided"
+    delay: int = 0
+    """Steps between sending a fragment's pseudo-gradient and applying the mean."""
+    merge: float = 0.0
+    """Weight of a rank's own weights when the agreed ones arrive."""
+
+    def __post_init__(self) -> None:
+        gap = self.every // max(self.count, 1)
+        for key, value, fine, what in [
+            ("every", self.every, self.every >= 1, "at least 1"),
+            ("fragments", self.fragments, 1 <= self.count <= self.every, f"1 to every, {self.every}"),
+            ("order", self.order, self.order in ("strided", "sequential"), "'strided' or 'sequential'"),
+            ("delay", self.delay, 0 <= self.delay < gap, f"0 to every // fragments - 1, {gap - 1}"),
+            ("merge", self.merge, 0.0 <= self.merge <= 1.0, "from 0 to 1"),
+        ]:
+            if not fine:
+                raise ValueError(f"{key} must be {what}, got {value!r}")
+
+    @property
+    def count(self) -> int:
+        """Fragments."""
+        return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
+
+    def sending(self, step: int) -> Sequence[int]:
+        """The fragments whose pseudo-gradient is taken after step number `step`, from 1."""
+        return self.arriving(step + self.delay)
+
+    def arriving(self, step: int) -> Sequence[int]:
+        """The fragments whose mean is applied after step number `step`."""
+        within = (step - 1) % self.every + 1
+        return [p for p in range(self.count) if (p + 1) * self.every // self.count == within]
+
+
+class Method(Protocol):
+    """A frozen configuration."""
+
+    def plan(self) -> Plan:
+        """What the engine is to do. Raises ValueError naming a setting that cannot be."""
