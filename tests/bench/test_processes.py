@@ -1,6 +1,10 @@
 import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +55,23 @@ def test_no_process_outlives_an_exception(monkeypatch: pytest.MonkeyPatch) -> No
         run_processes(_python("import time; time.sleep(60)"), [ENVIRONMENT], timeout=30)
     with pytest.raises(ProcessLookupError):
         os.kill(started[0], 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_no_process_outlives_a_signal_to_its_parent(number: int) -> None:
+    child = "import os, time; print(os.getpid(), file=open(os.environ['NOTE'], 'w'), flush=True); time.sleep(60)"
+    parent = (
+        "import os, sys; from thinwire.bench.processes import run_processes;"
+        "run_processes([[sys.executable, '-c', sys.argv[1]]], [dict(os.environ)], timeout=60)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        note = Path(folder, "pid")
+        command = [sys.executable, "-c", parent, child]
+        with subprocess.Popen(command, env={**ENVIRONMENT, "NOTE": str(note)}) as process:
+            while not (note.exists() and note.read_text().strip()):
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(number)
+            assert process.wait(30) == 128 + number
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(note.read_text()), 0)

@@ -22,13 +22,13 @@ import re
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType
+
+from thinwire.bench.processes import signals_become_exceptions
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def emulated_network(ranks: int, *, rate: int | None = None) -> Iterator[tuple[H
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"an emulated network has 1 to {MAX_RANKS} ranks, got {ranks}")
     _require_tools()
-    with _signals_become_exceptions():
+    with signals_become_exceptions():
         _remove_stale()
         owner = f"{PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{next(_networks)}"
         try:
@@ -232,28 +232,6 @@ def _start_time(pid: int) -> int | None:
         return None
     state, *fields = stat.rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])  # a zombie is dead, whether or not its parent knows
-
-
-def _exit_on(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-@contextmanager
-def _signals_become_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the process by an exception (as SIGINT does), so that `finally` blocks run."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread only
-        return
-    before = {
-        number: signal.signal(number, _exit_on)
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) == signal.SIG_DFL
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

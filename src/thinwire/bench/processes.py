@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 1.0  # after a failure: time for its peers to fail too, so that all are named
@@ -25,9 +28,13 @@ def run_processes(
 ) -> list[str]:
     """Run `commands[r]` with `environments[r]` for every rank r at once; return what each wrote to stdout.
 
-    No process outlives this call, whichever way it ends.
+    No process outlives this call, whichever way it ends; on SIGTERM and SIGHUP by SystemExit.
     """
-    with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder, ExitStack() as stack:
+    with (
+        signals_become_exceptions(),
+        tempfile.TemporaryDirectory(prefix="thinwire-bench-") as folder,
+        ExitStack() as stack,
+    ):
         outputs = [Path(folder, f"{rank}.out") for rank in range(len(commands))]
         errors = [Path(folder, f"{rank}.err") for rank in range(len(commands))]
         processes: list[subprocess.Popen[bytes]] = []
@@ -70,3 +77,25 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.kill()
     for process in processes:
         process.wait()
+
+
+@contextmanager
+def signals_become_exceptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the process by an exception (as SIGINT does), so that `finally` blocks run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread only
+        return
+    before = {
+        number: signal.signal(number, _exit_on)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit_on(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
