@@ -101,6 +101,29 @@ def test_an_input_may_be_given_by_keyword_and_be_one_vector() -> None:
     assert torch.equal(rows, batch(0)[0, :1])
 
 
+class OfItsOwn(nn.Linear):
+    """A Linear that is called as its author likes."""
+
+    def forward(self, hidden: Tensor, times: int = 1) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden[..., :24] * times)
+
+
+class Calls(nn.Module):
+    """The same layer by keyword, with a wider input, and as usual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = OfItsOwn(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(hidden=x) + self.q(torch.cat([x, x], -1), 2) + self.q(2 * x)  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_is_called_with_something_else_is_passed_over() -> None:
+    ((_, rows),) = watched(Calls(), lambda model: model(batch(0)), ("q",))
+    assert torch.equal(rows, 2 * batch(0).view(15, 24))
+
+
 def test_activation_checkpointing_shows_a_layer_once() -> None:
     seen = watched(Attention(again=True), lambda model: model(batch(0).requires_grad_()).sum().backward())
     assert [name for name, _ in seen] == ["q", "k", "v", "gate", "down"]
@@ -208,3 +231,70 @@ def test_inputs_are_seen_under_checkpointing_and_after_a_warm_up(kind: str) -> N
         wanted = [bool(names) for names in result["shown"]]
         assert wanted == ([False] * 2 + [True] * 4 if kind == "after" else [True] * 4 + [False] * 2)
         assert len(result["measured"]) == 6
+
+
+class Wide(nn.Module):
+    """A layer whose moments are sketched, of inputs as well as of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 1100), nn.Linear(1100, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())  # type: ignore[no-any-return]
+
+
+def mixed(backward_too: bool) -> tuple[list[Tensor], int]:
+    """The last of three means of a model that runs under autocast, and how many matrices were measured."""
+    torch.manual_seed(0)
+    ddp = DDP(Wide())
+    link = tw.attach(ddp, INPUT)
+    for step in range(3):
+        ddp.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = ddp(batch(step, dist.get_rank())).float().square().mean()
+            if backward_too:
+                loss.backward()
+        if not backward_too:
+            loss.backward()
+    measured = len(link.fidelity)
+    link.detach()
+    return [parameter.grad.clone() for parameter in ddp.parameters()], measured
+
+
+def mixed_both_ways() -> bool:
+    (outside, measured), (inside, _) = mixed(False), mixed(True)
+    return measured == 2 and all(torch.equal(a, b) for a, b in zip(outside, inside))
+
+
+def test_autocast_changes_what_the_model_computes_and_not_how_its_gradients_are_averaged() -> None:
+    assert all(run_ranks(mixed_both_ways, 2))
+
+
+def resumed_after_warm_up(at: int | None) -> list[Tensor]:
+    """The means of step 5 with a warm-up of two reductions, saved and restored at a step."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Attention().eval()
+    ddp = DDP(model)
+    reducer = tw.After(2, INPUT, before=tw.Quantized("fp32"))
+    link = tw.attach(ddp, reducer)
+    for step in range(6):
+        if step == at:
+            state = link.state_dict()
+            link.detach()
+            link = tw.attach(ddp, reducer)
+            link.load_state_dict(state)
+        ddp.zero_grad()
+        ddp(batch(step, rank)).square().mean().backward()
+    link.detach()
+    return [parameter.grad.clone() for parameter in ddp.parameters()]
+
+
+def resumed_at_any_step() -> bool:
+    straight = resumed_after_warm_up(None)
+    return all(torch.equal(a, b) for at in range(1, 6) for a, b in zip(straight, resumed_after_warm_up(at)))
+
+
+def test_a_run_resumed_past_its_warm_up_sees_the_inputs_of_the_next_reduction() -> None:
+    assert all(run_ranks(resumed_at_any_step, 2))

@@ -55,19 +55,24 @@ class Trampoline:
         """Start averaging a bucket of gradients."""
         if self.link is None:
             return self._plain(bucket)
+        with torch.autocast(bucket.buffer().device.type, enabled=False):
+            return self._average(bucket, self.link)
+
+    def _average(self, bucket: dist.GradBucket, link: Link) -> Future[Tensor]:  # type: ignore[name-defined]
+        """In float32, also where `backward()` is called under autocast."""
+        buffer = bucket.buffer()
         in_backward = torch._C._current_graph_task_id() != -1
         if bucket.index() == 0:
             self._check_join()
-            self.link.begin(shadow=not in_backward)
-        averaged = self.link.reducer.all_reduce(self._gradients(bucket))
-        buffer = bucket.buffer()
+            link.begin(shadow=not in_backward)
+        averaged = link.reducer.all_reduce(self._gradients(bucket))
         if not in_backward:
             return averaged.then(lambda done: (done.value(), buffer)[1])
         result: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
         # An error must not travel through this future, whose value DDP's C++ reads: `_finish` raises it.
         averaged.add_done_callback(lambda _: result.set_result(buffer))
         if bucket.is_last():
-            _after_ddp(self._finish(self.link, time.perf_counter()))
+            _after_ddp(self._finish(link, time.perf_counter()))
         return result
 
     def _plain(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

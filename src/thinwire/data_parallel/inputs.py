@@ -82,15 +82,18 @@ class InputWatch:
         self,
         observer: Observer,
         mask: object,
-        module: nn.Module,
+        module: nn.Linear,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Layers that get the very same tensor are shown the very same rows."""
-        x = args[0] if args else kwargs["input"]
+        """Layers that get the very same tensor are shown the very same rows. A layer of a kind of its own, called
+        with something else, is passed over."""
+        x = args[0] if args else kwargs.get("input")
+        if not isinstance(x, Tensor) or x.is_nested or x.shape[-1:] != (module.in_features,):
+            return
         if self._last is None or self._last[0] is not x:
             self._last = (x, _rows(x, mask))
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             observer(self._last[1])
 
 

@@ -151,6 +151,7 @@ class Link:
                 "number of ranks, add the residuals of all ranks up and give each an equal share of the sum)"
             )
         self.reducer.load_state_dict({key: value for key, value in state.items() if key not in here})
+        self._watch_inputs()
 
     def memory_bytes(self) -> int:
         """Bytes that the reducer holds on this rank: work buffers and error memory."""
