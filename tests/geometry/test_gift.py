@@ -266,6 +266,59 @@ def test_a_rank_that_saw_no_inputs_does_not_mix_its_gradients_in() -> None:
     assert torch.equal(ranks[0].coordinates["a"].sides[0].vectors, alone[0].coordinates["a"].sides[0].vectors)
 
 
+def test_a_rank_that_saw_no_inputs_takes_those_of_the_others() -> None:
+    """Of a layer that only one rank uses: the owner's gradient is zero."""
+    shapes = {"a": (24, 40)}
+    config = GIFT(rank=8, damping=0.1, statistics_of="ranks")
+    ranks, alone = world(config, shapes), world(replace(config, statistics_of="owner"), shapes, ranks=1)
+    x, gradient = dominated(24, 40, tokens=200)
+    ranks[1].observers(1)["a"](x)
+    alone[0].observers(1)["a"](x)
+    for bound, seen in [(ranks[0], torch.zeros(24, 40)), (ranks[1], gradient), (alone[0], gradient)]:
+        bound.open(1)
+        bound.see("a", seen)
+    assert ranks[0]._owns("a")
+    carry_statistics(ranks)
+    for bounds in (ranks, alone):
+        bounds[0].install(torch.stack([p for b in bounds if (p := b.payload()) is not None]), unchanged)
+    for side, expected in zip(ranks[0].coordinates["a"].sides, alone[0].coordinates["a"].sides):
+        assert torch.equal(side.vectors, expected.vectors)
+
+
+def test_layers_share_a_moment_only_as_long_as_they_see_the_same() -> None:
+    (bound,) = world(GIFT(), {"a": (24, 40), "b": (16, 40), "c": (8, 40)}, ranks=1)
+    first, second, third = (torch.randn(9, 40, generator=generator(n)) for n in range(3))
+    show = bound.observers(1)
+    for name, rows in [("a", first), ("b", first), ("c", first), ("a", second), ("b", third), ("c", third)]:
+        show[name](rows)
+    show["c"](third)
+    assert bound._arriving["a"] is not bound._arriving["b"]
+    expected = {"a": [first, second], "b": [first, third], "c": [first, third, third]}
+    bound.open(1)
+    for name, parts in expected.items():
+        alone = bound._new(40)
+        for rows in parts:
+            alone.add(rows)
+        assert torch.allclose(bound._inputs[name].packed(), alone.packed(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("statistics_of", ["owner", "ranks"])
+def test_the_default_dtype_of_the_process_does_not_matter(dtype: torch.dtype, statistics_of: str) -> None:
+    shapes = {"a": (64, 96), "wide": (20, 1100)}
+    found = []
+    for default in (torch.float32, dtype):
+        named = gradients(shapes)
+        torch.set_default_dtype(default)
+        try:
+            ranks = world(GIFT(statistics_of=statistics_of), shapes)  # type: ignore[arg-type]
+            refresh(ranks, 1, named)
+            found.append({name: ranks[0].forward(name, gradient) for name, gradient in named.items()})
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in shapes)
+
+
 def test_statistics_of_ranks_cost_the_smaller_of_triangle_and_sketch() -> None:
     shapes = {"a": (64, 300)}
     owner, ranks = (GIFT(rank=8, refresh_every=1, statistics_of=whose) for whose in ("owner", "ranks"))
@@ -331,6 +384,10 @@ def test_coordinates_survive_saving_and_loading_bit_for_bit() -> None:
         assert torch.equal(fresh.forward(name, gradient), ranks[0].forward(name, gradient))
     with pytest.raises(ValueError, match="no coordinates for 'a' that fit this GIFT"):
         GIFT(rank=9).bind(SHAPES, place()).load_state_dict(ranks[1].state_dict())
+    with pytest.raises(ValueError, match="no coordinates for 'a' that fit this GIFT"):
+        fresh.load_state_dict({**ranks[1].state_dict(), "geometry.a": [0.0]})
+    with pytest.raises(ValueError, match="has coordinates for 'b', which this GIFT leaves alone"):
+        replace(config, select=("a", "tall")).bind(SHAPES, place()).load_state_dict(ranks[1].state_dict())
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,42 @@ def test_a_state_that_does_not_fit_is_refused_by_name(world_size: int) -> None:
     run_ranks(misfits, world_size)
 
 
+def in_other_coordinates() -> None:
+    """A residual in the coordinates of one geometry is something else in those of another."""
+    wire = Wire()
+    slots = [Slot("w", (40, 40)), Slot("b", (3,))]
+    geometries = (
+        None,
+        Hadamard(32),
+        Hadamard(16),
+        Hadamard(32, seed=1),
+        GIFT(rank=15),
+        GIFT(rank=31, sides="right"),  # of as many numbers as the one before
+        GIFT(rank=15, power=1.0),
+    )
+    reducers = [Quantized("int4", feedback="error", geometry=geometry) for geometry in geometries]
+    for saved in reducers:
+        bound = saved.bind(slots, wire)
+        for step in range(2):
+            reduce(bound, gradients(slots, step, wire.rank))
+        state = bound.state_dict()
+        for other in reducers:
+            if other is saved:
+                other.bind(slots, wire).load_state_dict(state)
+                continue
+            with pytest.raises(ValueError, match="the reducer state is in coordinates of geometry"):
+                other.bind(slots, wire).load_state_dict(state)
+    elsewhere = {"power": 1, "refresh_every": 7, "decay": 0.1, "statistic": "gradient", "statistics_of": "ranks"}
+    later = Quantized("int4", feedback="error", geometry=GIFT(rank=15, freeze_after=3, **elsewhere))
+    later.bind(slots, wire).load_state_dict(state)
+    wire.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_in_coordinates_of_another_geometry_is_refused(world_size: int) -> None:
+    run_ranks(in_other_coordinates, world_size)
+
+
 def averaged_parameters() -> None:
     """Leaves that require gradients may be averaged in grad mode; the reducer takes no part in autograd."""
     bound, wire = bind(Quantized("fp8_e4m3", feedback="error"), [Slot("w", (300,))])

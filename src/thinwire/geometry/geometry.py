@@ -61,6 +61,10 @@ class BoundGeometry(Protocol):
         """The matrices whose coordinates change; the reducer sends all others as they are."""
 
     @property
+    def description(self) -> str:
+        """What says, together with the state, which coordinates these are."""
+
+    @property
     def mixes_rows(self) -> bool:
         """Whether a row of u depends on other rows than its own of g."""
 

@@ -150,11 +150,17 @@ class BoundGIFT:
         self._seen: dict[str, _Seen] = {}
         self._measured: dict[str, MatrixCoordinates] = {}
         self._refreshing = False
-        self._input: tuple[Tensor, Moment] | None = None  # of the layer before, which may share its input
+        self._input: tuple[Tensor, Moment | None, Moment] | None = None
+        """Of the layer before: its input, and what it had seen before and with it."""
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(name for name, coordinates in self._coordinates.items() if coordinates.active)
+
+    @property
+    def description(self) -> str:
+        config = self._config
+        return f"GIFT(rank={config.rank}, power={float(config.power)}, sides={config.sides!r})"
 
     @property
     def mixes_rows(self) -> bool:
@@ -202,7 +208,7 @@ class BoundGIFT:
     def statistics(self) -> Tensor | None:
         if not (self._refreshing and self._shared):
             return None
-        statistics = torch.zeros(self._place.world_size, self.statistics_length, device=self._place.device)
+        statistics = self._zeros(self._place.world_size, self.statistics_length)
         for owner, row in enumerate(statistics):
             for name, portion in self._statistics.of(owner):
                 if owner != self._place.rank and name in self._seen:
@@ -213,13 +219,13 @@ class BoundGIFT:
         for name, portion in self._statistics.of(self._place.rank):
             for packed in statistics[:, portion]:
                 if name in self._seen:
-                    self._seen[name] = self._seen[name].plus(packed, self._moment_sizes(name))
+                    empty = partial(self._new, self._lengths[name][0])
+                    self._seen[name] = self._seen[name].plus(packed, self._moment_sizes(name), empty)
 
     def payload(self) -> Tensor | None:
         if not self._refreshing:
             return None
-        device = self._place.device
-        payload = torch.zeros(self.payload_length, device=device)
+        payload = self._zeros(self.payload_length)
         for name, portion in self._payloads.of(self._place.rank):
             coordinates = self._refreshed(name)
             if coordinates is not None:
@@ -237,18 +243,21 @@ class BoundGIFT:
         return {
             f"geometry.{name}": self._coordinates[name].packed()
             if name in self._coordinates
-            else torch.zeros(self._size(name), device=self._place.device)
+            else self._zeros(self._size(name))
             for name in self._lengths
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = [key.removeprefix("geometry.") for key in state if key.startswith("geometry.")]
+        if foreign := [name for name in saved if name not in self._lengths]:
+            raise ValueError(f"the reducer state has coordinates for {foreign[0]!r}, which this GIFT leaves alone")
         for name in self._lengths:
             packed = state.get(f"geometry.{name}")
-            if packed is None or packed.shape != (self._size(name),):
+            if not isinstance(packed, Tensor) or packed.shape != (self._size(name),):
                 raise ValueError(f"the reducer state has no coordinates for {name!r} that fit this GIFT")
         self._coordinates.clear()
         for name in self._lengths:
-            coordinates = self._unpacked(name, state[f"geometry.{name}"].to(self._place.device))
+            coordinates = self._unpacked(name, state[f"geometry.{name}"].to(self._place.device, torch.float32))
             if coordinates is not None:
                 self._coordinates[name] = coordinates
         self._forget()
@@ -262,18 +271,19 @@ class BoundGIFT:
     # -- seeing --------------------------------------------------------------------------------------------
 
     def _observe(self, name: str, rows: Tensor) -> None:
-        """Inputs of a layer (tokens, columns). Consecutive layers that get the very same ones (q, k and v; gate
-        and up) share a moment."""
-        if self._input is not None and self._input[0] is rows:
-            self._arriving.setdefault(name, self._input[1])
-            if self._arriving[name] is self._input[1]:
-                return
-        moment = self._arriving.setdefault(name, self._new(rows.shape[1]))
-        moment.add(rows)
-        self._input = (rows, moment)
+        """Inputs of a layer (tokens, columns). Consecutive layers that get the very same ones, now as before (q, k
+        and v; gate and up), share a moment, which therefore never changes."""
+        earlier = self._arriving.get(name)
+        if self._input is None or self._input[0] is not rows or self._input[1] is not earlier:
+            moment = self._new(rows.shape[1]) if earlier is None else earlier
+            self._input = (rows, earlier, moment.with_rows(rows))
+        self._arriving[name] = self._input[2]
 
     def _new(self, n: int) -> Moment:
         return new_moment(n, self._rank(n), self._place.device, travels=self._shared)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float32, device=self._place.device)
 
     def _forget(self) -> None:
         self._inputs.clear()
@@ -381,12 +391,18 @@ class _Seen:
         parts = [moment.packed() for moment in self.moments]
         return torch.cat([parts[0].new_tensor([1.0 + self.of_inputs]), *parts])
 
-    def plus(self, packed: Tensor, sizes: list[int]) -> _Seen:
-        """Together with what another rank saw; zeros, or moments of something else, add nothing."""
-        if packed[0].item() != 1.0 + self.of_inputs:
+    def plus(self, packed: Tensor, sizes: list[int], empty: Callable[[], Moment]) -> _Seen:
+        """Together with what another rank saw, if anything. Gradient rows add nothing to layer inputs."""
+        kind = packed[0].item()
+        if not kind:
             return self
         parts = packed[1:].split(sizes)
-        return replace(self, moments=tuple(m.plus(part) for m, part in zip(self.moments, parts)))
+        first, *others = [moment.plus(part) for moment, part in zip(self.moments, parts)]
+        if kind > 1.0 + self.of_inputs:
+            first = empty().plus(parts[0])
+        elif kind < 1.0 + self.of_inputs:
+            first = self.moments[0]
+        return _Seen((first, *others), self.of_inputs or kind > 1.0)
 
 
 def _loss(exact: Tensor, got: Tensor) -> tuple[float, float]:

@@ -54,10 +54,11 @@ class BoundHadamard:
         self._order = config.order
         self._device = device
         widest = max((columns for _, columns in shapes.values()), default=0)
-        self._signs = torch.ones(widest, device=device)
+        self.description = f"Hadamard(order={config.order}, seed={config.seed})"
+        self._signs = torch.ones(widest, dtype=torch.float32, device=device)
         if config.seed is not None:
             generator = torch.Generator().manual_seed(config.seed)
-            self._signs = (torch.randint(0, 2, (widest,), generator=generator) * 2.0 - 1.0).to(device)
+            self._signs = (torch.randint(0, 2, (widest,), generator=generator) * 2 - 1).to(self._signs)
 
     def forward(self, name: str, matrix: Tensor) -> Tensor:
         return self._transform(matrix * self._signs[: matrix.shape[1]])
@@ -121,7 +122,7 @@ def _blocks(columns: int, order: int) -> Iterator[tuple[int, int, int]]:
 @cache
 def _matrix(order: int, device: torch.device) -> Tensor:
     """H / sqrt(order), symmetric and orthonormal."""
-    h = torch.ones(1, 1, device=device)
+    h = torch.ones(1, 1, dtype=torch.float32, device=device)
     while len(h) < order:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     return h.div_(order**0.5)

@@ -32,6 +32,9 @@ class Moment(Protocol):
     def add(self, rows: Tensor) -> None:
         """Take rows (m, n) into account, float32."""
 
+    def with_rows(self, rows: Tensor) -> Moment:
+        """This and the rows (m, n), float32, together."""
+
     def packed(self) -> Tensor:
         """As a vector of `packed_moment_size` numbers, float32."""
 
@@ -67,10 +70,15 @@ class Dense:
     """The moment as it is."""
 
     def __init__(self, n: int, device: torch.device) -> None:
-        self._sum = torch.zeros(n, n, device=device)
+        self._sum = torch.zeros(n, n, dtype=torch.float32, device=device)
 
     def add(self, rows: Tensor) -> None:
         self._sum.addmm_(rows.T, rows)
+
+    def with_rows(self, rows: Tensor) -> Dense:
+        both = copy(self)
+        both._sum = torch.addmm(self._sum, rows.T, rows)
+        return both
 
     def packed(self) -> Tensor:
         """The upper triangle, row by row."""
@@ -106,11 +114,17 @@ class Sketch:
         omega = torch.randn(n, columns, generator=generator, dtype=torch.float64)
         self._omega = torch.linalg.qr(omega).Q.float().to(device)  # (n, k)
         self._sum = torch.zeros_like(self._omega)
-        self._diagonal = torch.zeros(n, device=device)
+        self._diagonal = torch.zeros(n, dtype=torch.float32, device=device)
 
     def add(self, rows: Tensor) -> None:
         self._sum.addmm_(rows.T, rows @ self._omega)
         self._diagonal.add_(rows.square().sum(0))
+
+    def with_rows(self, rows: Tensor) -> Sketch:
+        both = copy(self)
+        both._sum = torch.addmm(self._sum, rows.T, rows @ self._omega)
+        both._diagonal = self._diagonal + rows.square().sum(0)
+        return both
 
     def packed(self) -> Tensor:
         return torch.cat([self._sum.reshape(-1), self._diagonal])

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from thinwire.collectives import Slot
 from thinwire.geometry import Fidelity, Observer
-from thinwire.reducers.coordinates import Coordinates
+from thinwire.reducers.coordinates import Coordinates, load_coordinates
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
     State,
@@ -94,18 +94,20 @@ class BoundAlone:
         state = new_state(self._reductions)
         for name, slot in self._slots.items() if self._keeps else ():
             owed = self._owed.get(name)
-            residual = torch.zeros(slot.shape, device=self._device) if owed is None else owed.clone()
+            residual = (
+                torch.zeros(slot.shape, dtype=torch.float32, device=self._device) if owed is None else owed.clone()
+            )
             if self._coordinates is not None:
                 residual = self._coordinates.forward(name, residual)
             state[f"residual.{name}"] = residual
-        return state | (self._coordinates.geometry.state_dict() if self._coordinates else {})
+        return state | (self._coordinates.state_dict() if self._coordinates else {})
 
     def load_state_dict(self, state: State) -> None:
         reductions = reductions_in(state)
         residuals = residuals_in(state, self._slots if self._keeps else {})
         self.settle()
+        load_coordinates(self._coordinates, state)
         if self._coordinates is not None:
-            self._coordinates.geometry.load_state_dict(state)
             residuals = {name: self._coordinates.inverse(name, owed) for name, owed in residuals.items()}
         self._owed = {name: residual.to(self._device) for name, residual in residuals.items() if residual.any()}
         self._reductions = reductions

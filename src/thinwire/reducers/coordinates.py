@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,18 @@ def wire_slots(slots: Sequence[Slot]) -> list[Slot]:
     ]
 
 
+def load_coordinates(coordinates: Coordinates | None, state: Mapping[str, Any]) -> None:
+    """Restore the coordinates in a reducer's state. Raises ValueError for those of another geometry, in which
+    residuals mean something else."""
+    own = None if coordinates is None else coordinates.geometry.description
+    if state.get("geometry") != own:
+        raise ValueError(
+            f"the reducer state is in coordinates of geometry {state.get('geometry')}, this reducer's is {own}"
+        )
+    if coordinates is not None:
+        coordinates.geometry.load_state_dict(state)
+
+
 class Coordinates:
     """The coordinates of a bound reducer's slots."""
 
@@ -43,6 +56,10 @@ class Coordinates:
         self.geometry = geometry
         self._columns = {name: columns for name, (_, columns) in matrix_shapes(slots).items()}
         self._narrow = {slot.name for slot in slots if slot.dtype != torch.float32 and slot.name in self._columns}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which coordinates these are."""
+        return {"geometry": self.geometry.description, **self.geometry.state_dict()}
 
     def enter(self, named: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """The tensors as they travel: fresh and float32 where they change."""

@@ -36,7 +36,7 @@ from thinwire.formats import Format, get
 from thinwire.formats.stochastic import span_key
 from thinwire.geometry import Fidelity, Geometry, Observer, Place
 from thinwire.reducers.alone import BoundAlone
-from thinwire.reducers.coordinates import Coordinates, matrix_shapes, wire_slots
+from thinwire.reducers.coordinates import Coordinates, load_coordinates, matrix_shapes, wire_slots
 from thinwire.reducers.executable import executable, round_trip
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
@@ -231,7 +231,7 @@ class BoundQuantized:
                 self._home(name).read_residual(name, residual)
                 state[f"residual.{name}"] = residual
         if self._coordinates is not None:
-            state |= self._coordinates.geometry.state_dict()
+            state |= self._coordinates.state_dict()
         return state
 
     def load_state_dict(self, state: State) -> None:
@@ -242,8 +242,7 @@ class BoundQuantized:
                 "saved with chunks of %d elements, now %d: per-span scales change", state["chunk"], CHUNK
             )
         self.settle()
-        if self._coordinates is not None:
-            self._coordinates.geometry.load_state_dict(state)
+        load_coordinates(self._coordinates, state)
         for name, residual in residuals.items():
             self._home(name).write_residual(name, residual)
         self._reductions = reductions

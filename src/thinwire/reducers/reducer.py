@@ -18,7 +18,7 @@ from thinwire.collectives import Slot, Wire
 from thinwire.geometry import Fidelity, Observer
 
 State: TypeAlias = dict[str, Any]
-"""Plain tensors and numbers by name."""
+"""Plain tensors, numbers and strings by name."""
 
 FORMAT_VERSION = 1
 
