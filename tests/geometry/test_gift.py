@@ -344,6 +344,18 @@ def test_a_gradient_without_information_leaves_the_coordinates_as_they_are(bad: 
     assert distance(after.factor @ after.factor.T, before.factor @ before.factor.T) < 1e-5
 
 
+@pytest.mark.parametrize("scale", [1e-23, 1e-21, 1e-19, 1e18])
+def test_gradients_whose_squares_leave_float32_do_no_harm(scale: float) -> None:
+    shapes = {"wide": (20, 1100), "a": (64, 96)}
+    ranks = world(GIFT(rank=8, select="all"), shapes)
+    for reduction in (1, 2):
+        refresh(ranks, reduction, {name: scale * g for name, g in gradients(shapes, reduction).items()})
+    refresh(ranks, 3, gradients(shapes, 3))
+    assert ranks[0].names == set(shapes)
+    for name, gradient in gradients(shapes, 4).items():
+        assert distance(ranks[1].inverse(name, ranks[0].forward(name, gradient)), gradient) < 1e-5
+
+
 def test_a_matrix_that_its_owner_does_not_see_keeps_its_coordinates() -> None:
     ranks = world(GIFT())
     refresh(ranks, 1, gradients())

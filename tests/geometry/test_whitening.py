@@ -146,3 +146,11 @@ def test_a_moment_of_nothing_or_of_non_finite_rows_gives_no_coordinates(value: f
     moment = new_moment(columns, 8, torch.device("cpu"))
     moment.add(torch.full((4, columns), value))
     assert moment.split(8) is None
+
+
+def test_a_sketch_that_rounding_has_made_indefinite_gives_no_coordinates() -> None:
+    sketch = Sketch(200, 40, torch.device("cpu"))
+    sketch.add(torch.randn(300, 200, generator=generator()))
+    product, diagonal = sketch.packed().split([200 * 40, 200])
+    assert sketch.plus(torch.cat([-3 * product, diagonal])).split(8) is None
+    assert sketch.split(8) is not None

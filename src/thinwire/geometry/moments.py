@@ -20,6 +20,7 @@ DENSE = 1024
 """Columns up to which a moment is formed and decomposed."""
 
 _EXTRA = 16  # columns of the sketch beyond twice the rank
+_LEAST = 1e-31  # mean diagonal: below, numbers 1e-7 of it lie under float32's smallest
 
 
 Split: TypeAlias = tuple[Tensor, Tensor]
@@ -42,7 +43,7 @@ class Moment(Protocol):
         """This and another one of the same kind, which arrived as a vector, together."""
 
     def split(self, rank: int, earlier: Split | None = None, weight: float = 0.0) -> Split | None:
-        """The low-rank part and the rest; None for a moment that is zero or not finite.
+        """The low-rank part and the rest; None for a moment that is zero, not finite or lost in rounding.
 
         With an `earlier` one, of (1 - weight) x this moment + weight x (F F^T + rest), both of mean diagonal 1.
         """
@@ -150,14 +151,16 @@ class Sketch:
         shift = torch.finfo(torch.float32).eps * y.norm()
         y = y + shift * omega
         core = omega.T @ y  # (k, k)
-        lower = torch.linalg.cholesky((core + core.T) / 2)
+        lower, failed = torch.linalg.cholesky_ex((core + core.T) / 2)
+        if failed:
+            return None
         root = torch.linalg.solve_triangular(lower, y.T, upper=False).T  # (n, k): C ~ root root^T
         vectors, singular, _ = torch.linalg.svd(root, full_matrices=False)  # falling
         return _split(vectors[:, :rank], singular[:rank].square() - shift, diagonal)
 
 
 def _usable(moment: Tensor, mean: Tensor) -> bool:
-    return bool(torch.isfinite(moment).all()) and 0.0 < float(mean) < float("inf")
+    return bool(torch.isfinite(moment).all()) and _LEAST < float(mean) < float("inf")
 
 
 def _split(vectors: Tensor, values: Tensor, diagonal: Tensor) -> Split:
