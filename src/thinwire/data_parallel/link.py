@@ -135,7 +135,8 @@ class Link:
         settles the last reduction first.
 
         `rank` and `world_size` say whose it is; the rest is the reducer's: `format_version`, `reductions` and
-        per parameter `residual.<name>`, float32 of the parameter's shape in its logical order.
+        per parameter `residual.<name>`, float32 of the parameter's shape in its logical order; with a geometry, in
+        the coordinates that `geometry` and `geometry.<name>` say.
         """
         return {**self.reducer.state_dict(), **self._place()}
 
