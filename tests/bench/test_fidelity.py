@@ -114,7 +114,7 @@ def test_the_statistic_is_that_of_the_inputs_of_layers_or_of_gradients(run: Path
         (["--steps", "3"], "--steps: RUN has no checkpoint of step [3]; there are 2, 4"),
         (["--run", "RUN/checkpoints"], "--run: RUN/checkpoints is not the directory of a run"),
         (["--formats", "nvfp5"], "--formats: unknown format 'nvfp5'"),
-        (["--power", "2"], "--power: GIFT power cannot be 2.0"),
+        (["--power", "2"], "--power: GIFT power must be a number above 0 and up to 1, got 2.0"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line_that_names_the_key(

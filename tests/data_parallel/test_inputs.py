@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import thinwire as tw
 from tests.support.ranks import run_ranks
 from thinwire.data_parallel.inputs import InputWatch
+from thinwire.geometry.coordinates import unpacked
 
 INPUT = tw.Quantized("nvfp4", feedback="error", geometry=tw.GIFT(rank=4, statistic="input", refresh_every=3))
 
@@ -187,10 +188,10 @@ def trained(kind: str) -> dict[str, Any]:
     rank = dist.get_rank()
     torch.manual_seed(0)
     ddp = DDP(Attention(again=kind == "checkpointed"))
-    quantized = INPUT
-    if kind == "of ranks":
-        quantized = replace(INPUT, geometry=tw.GIFT(rank=4, refresh_every=3, statistics_of="ranks"))
-    link = tw.attach(ddp, tw.Routed(quantized, "*.weight") if kind != "after" else tw.After(2, INPUT))
+    whose: Literal["owner", "ranks"] = "ranks" if kind == "of ranks" else "owner"
+    gift = tw.GIFT(rank=24, refresh_every=3, decay=0.0, statistics_of=whose)
+    quantized = replace(INPUT, geometry=gift)
+    link = tw.attach(ddp, tw.Routed(quantized, "*.weight") if kind != "after" else tw.After(2, quantized))
     shown = []
     inner = link.reducer
     for step in range(6):
@@ -205,9 +206,21 @@ def trained(kind: str) -> dict[str, Any]:
                 parameter.grad = None
     link.verify()
     measured = {name: (f.error, f.plain_error) for name, f in link.fidelity.items()}
+    (packed,) = (value for key, value in link.state_dict().items() if key.endswith("geometry.q.weight"))
+    coordinates = unpacked(packed, [(24, 24), (24, 24)], gift.power)
+    assert coordinates is not None
+    side = coordinates.sides[0]
+    moment = side.factor @ side.factor.T + side.rest.diag()
     link.detach()
     assert not ddp._forward_pre_hooks
-    return {"shown": shown, "measured": measured}
+    return {"shown": shown, "measured": measured, "moment": moment.tolist()}
+
+
+def off(result: dict[str, Any], step: int, ranks: Iterable[int]) -> float:
+    """How far the moment in use for q is from that of the inputs of this step's micro-batches on these ranks."""
+    rows = torch.cat([batch(2 * step + n, rank).view(15, 24) for rank in ranks for n in range(2)])
+    moment = rows.T @ rows
+    return float((torch.tensor(result["moment"]) - moment / moment.diagonal().mean()).abs().max())
 
 
 def test_statistics_of_inputs_are_gathered_on_refresh_reductions_only() -> None:
@@ -216,6 +229,7 @@ def test_statistics_of_inputs_are_gathered_on_refresh_reductions_only() -> None:
         wanted = [bool(names) for names in result["shown"]]
         assert wanted == [True, True, True, True, False, False], rank
         assert set(result["measured"]) == {f"{name}.weight" for name in ("q", "k", "v", "gate", "up", "down")}
+        assert sorted(off(result, 3, [owner]) < 1e-4 for owner in range(2)) == [False, True]
 
 
 def test_with_the_statistics_of_all_ranks_each_sees_the_inputs_of_every_layer() -> None:
@@ -223,6 +237,7 @@ def test_with_the_statistics_of_all_ranks_each_sees_the_inputs_of_every_layer() 
     for result in run_ranks(trained, 2, "of ranks"):
         assert result["shown"] == [names] * 4 + [[]] * 2
         assert sorted(result["measured"]) == names
+        assert off(result, 3, range(2)) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["checkpointed", "after"])
@@ -231,6 +246,8 @@ def test_inputs_are_seen_under_checkpointing_and_after_a_warm_up(kind: str) -> N
         wanted = [bool(names) for names in result["shown"]]
         assert wanted == ([False] * 2 + [True] * 4 if kind == "after" else [True] * 4 + [False] * 2)
         assert len(result["measured"]) == 6
+        last = 5 if kind == "after" else 3  # reduction 4 of the geometry
+        assert sorted(off(result, last, [owner]) < 1e-4 for owner in range(2)) == [False, True]
 
 
 class Wide(nn.Module):

@@ -117,8 +117,8 @@ def test_a_payload_is_what_the_docstring_says() -> None:
 
 def test_bytes_in_the_long_run_are_one_gather_per_refresh() -> None:
     shapes = {"a": (64, 96)}
-    assert GIFT(rank=8, sides="right", refresh_every=10).sent_bytes(shapes, 4) == 3 * 4 * (4 + 9 * 96 + 9) // 10
-    assert GIFT(freeze_after=3).sent_bytes(shapes, 4) == 0
+    assert GIFT(rank=8, sides="right", refresh_every=10).refresh_bytes(shapes, 4) == 3 * 4 * (4 + 9 * 96 + 9) // 10
+    assert GIFT(freeze_after=3).refresh_bytes(shapes, 4) == 0
 
 
 @pytest.mark.parametrize("format", ["fp8_e5m2_span", "nvfp4", "int4_span"])
@@ -143,6 +143,53 @@ def test_damping_is_chosen_by_measurement_unless_set() -> None:
     side = ranks[0].coordinates["a"].sides[0]
     assert side.damping == pytest.approx(1e-3)  # one direction rules: damping only hurts
     assert fixed[0].coordinates["a"].sides[0].damping == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_damping_that_loses_less_is_chosen_for_its_side_alone(side: int) -> None:
+    """The side along which gradients fall off gains by a small damping, the flat one is best left as it is."""
+    (bound,) = world(GIFT(rank=4, select="all"), {"a": (48, 64)}, ranks=1)
+    fall = 10.0 ** -torch.linspace(0, 4, (64, 48)[side])
+    for seed in (11, 12):
+        gradient = torch.randn(48, 64, generator=generator(seed))
+        refresh([bound], 1, {"a": gradient * fall if side == 0 else gradient * fall[:, None]})
+    dampings = [each.damping for each in bound.coordinates["a"].sides]
+    assert dampings[1 - side] == 1.0
+    assert dampings[side] < 0.2
+
+
+def test_the_fidelity_is_that_of_what_travels() -> None:
+    """Measured here once more: of the owner's gradient, in the coordinates in use, with the damping chosen;
+    and of the plain gradient where coordinates are no gain."""
+    (bound,) = world(GIFT(rank=8), {"a": (64, 96), "noise": (64, 96)}, ranks=1)
+    round_trip = place().round_trip
+    for reduction in (1, 2, 3):
+        named = {
+            "a": dominated(64, 96, tokens=500, draw=reduction)[1],
+            "noise": torch.randn(64, 96, generator=generator(reduction)),
+        }
+        before = dict(bound.coordinates)
+        refresh([bound], reduction, named)
+    assert bound.names == {"a"}
+    for name, gradient in named.items():
+        in_use = before[name]
+        for side, after in enumerate(bound.coordinates[name].sides):
+            in_use = in_use.damped(side, after.damping)
+        plain = distance(round_trip(gradient), gradient)
+        there = distance(in_use.inverse(round_trip(in_use.forward(gradient))), gradient)
+        assert bound.fidelity[name].plain_error == pytest.approx(plain, rel=1e-5)
+        assert bound.fidelity[name].error == pytest.approx(there if name == "a" else plain, rel=1e-3)
+
+
+def test_memory_counts_moments_once() -> None:
+    (bound,) = world(GIFT(rank=8, sides="right"), {"q": (64, 96), "k": (64, 96)}, ranks=1)
+    x, gradient = dominated(64, 96, tokens=500)
+    for name, observe in bound.observers(1).items():
+        assert name in ("q", "k")
+        observe(x)
+    assert bound.memory_bytes() == 4 * 96 * 96  # shared
+    refresh([bound], 1, {"q": gradient, "k": gradient})
+    assert bound.memory_bytes() == 2 * 4 * (4 + 9 * 96 + 9)
 
 
 def test_a_matrix_that_gains_nothing_keeps_its_own_coordinates() -> None:
@@ -324,7 +371,7 @@ def test_statistics_of_ranks_cost_the_smaller_of_triangle_and_sketch() -> None:
     owner, ranks = (GIFT(rank=8, refresh_every=1, statistics_of=whose) for whose in ("owner", "ranks"))
     numbers = 1 + 64 * 33 + 300 * 150.5  # triangles: 64 x 65 / 2 and 300 x 301 / 2
     sketch = 1 + 64 * 32.5 + 300 * 33  # 2 x 8 + 16 columns and the diagonal
-    assert ranks.sent_bytes(shapes, 4) - owner.sent_bytes(shapes, 4) == 3 * 4 * sketch < 3 * 4 * numbers
+    assert ranks.refresh_bytes(shapes, 4) - owner.refresh_bytes(shapes, 4) == 3 * 4 * sketch < 3 * 4 * numbers
     assert owner.bind(shapes, place(world_size=2)).statistics() is None
 
 
@@ -406,6 +453,13 @@ def test_coordinates_survive_saving_and_loading_bit_for_bit() -> None:
     "arguments",
     [
         {"rank": 0},
+        {"rank": "32"},
+        {"rank": 1.5},
+        {"rank": True},
+        {"statistics_of": "all"},
+        {"damping": "auto"},
+        {"select": ()},
+        {"freeze_after": 1},
         {"power": 0.0},
         {"power": 1.5},
         {"sides": "left"},
@@ -422,5 +476,5 @@ def test_coordinates_survive_saving_and_loading_bit_for_bit() -> None:
 )
 def test_a_bad_setting_is_refused_with_its_name(arguments: dict[str, object]) -> None:
     (key,) = arguments
-    with pytest.raises(ValueError, match=f"GIFT {key} cannot be"):
+    with pytest.raises(ValueError, match=f"GIFT {key} must be .*, got"):
         GIFT(**arguments)  # type: ignore[arg-type]

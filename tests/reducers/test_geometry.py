@@ -13,9 +13,11 @@ from torch import Tensor
 from tests.reducers.gradients import bind, equal, plain, reduce, residuals, sum_over_ranks
 from tests.support.ranks import run_ranks
 from thinwire.collectives import Layout, Slot
+from thinwire.formats import get
 from thinwire.geometry import GIFT, Geometry, Hadamard
 from thinwire.reducers import BoundReducer, Quantized
 from thinwire.reducers.coordinates import wire_slots
+from thinwire.reducers.executable import for_another_thread
 from thinwire.reducers.quantized import BoundQuantized
 
 SLOTS = (
@@ -244,3 +246,15 @@ def test_one_rank_pays_what_two_ranks_owed() -> None:
             torch.from_numpy(together[slot.name]) if slot.shape else torch.tensor(float(together[slot.name]))
         )
         assert torch.allclose(paid[slot.name], expected, rtol=1e-4, atol=1e-6), slot.name
+
+
+def test_a_geometry_measures_with_memory_of_its_own() -> None:
+    """While the worker encodes with the compiled kernels, whose scratch memory serves one thread at a time."""
+    chunk = 4096
+    compiled = get("nvfp4").compiled(chunk)
+    own = for_another_thread(compiled)
+    like = torch.empty(chunk)
+    first, second = (format.run.scratch(chunk, like, torch.int8) for format in (compiled, own))  # type: ignore[attr-defined]
+    assert first.data_ptr() != second.data_ptr()
+    assert first.data_ptr() == compiled.run.scratch(chunk, like, torch.int8).data_ptr()  # type: ignore[attr-defined]
+    assert for_another_thread(get("nvfp4")) is get("nvfp4")

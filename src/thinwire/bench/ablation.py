@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 from thinwire import formats
-from thinwire.bench.jobs import BASELINE, LEAST_STEPS, Job, Trained, run_job
+from thinwire.bench.jobs import BASELINE, LEAST_STEPS, Job, Trained, plus_minus, run_job, spread
 from thinwire.bench.methods import FEEDBACKS, GEOMETRIES, cell
 from thinwire.bench.network import MAX_RANKS
 from thinwire.bench.processes import RankFailed
@@ -36,8 +36,8 @@ class Row:
     """Mean over seeds, nats per byte."""
     ratio_to_ddp: float
     """Mean over seeds of val_loss / ddp's val_loss of the same seed."""
-    ratio_spread: float
-    """Standard deviation over seeds."""
+    ratio_spread: float | None
+    """Standard deviation over seeds; None: one seed."""
     sent_ratio_to_ddp: float
 
 
@@ -72,9 +72,8 @@ def compare(trained: Mapping[str, Sequence[Trained]], cells: Sequence[tuple[str,
         runs = trained[cell(*parts)]
         losses = [run.losses[-1][1] for run in runs]
         ratios = [loss / ddp.losses[-1][1] for loss, ddp in zip(losses, base)]
-        spread = statistics.stdev(ratios) if len(ratios) > 1 else 0.0
         sent = runs[0].sent_bytes / base[0].sent_bytes
-        rows.append(Row(*parts, statistics.mean(losses), statistics.mean(ratios), spread, sent))
+        rows.append(Row(*parts, statistics.mean(losses), statistics.mean(ratios), spread(ratios), sent))
     return rows
 
 
@@ -85,7 +84,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = [f"{'format':10} {'geometry':10}{heads} {'sent / ddp':>11}"]
     for format, geometry in dict.fromkeys((row.format, row.geometry) for row in rows):
         columns = [ratios[format, geometry, feedback] for feedback in FEEDBACKS]
-        values = "".join(f" {row.ratio_to_ddp:9.4f} ± {row.ratio_spread:.4f}" for row in columns)
+        values = "".join(f" {row.ratio_to_ddp:9.4f}{plus_minus(row.ratio_spread)}" for row in columns)
         lines.append(f"{format:10} {geometry:10}{values} {columns[0].sent_ratio_to_ddp:11.4f}")
     return "\n".join(lines)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -89,3 +90,13 @@ def run_job(job: Job, out: Path, network: str, ranks: int, hosts: Sequence[Host]
         partial.write_text(outputs[0])
         partial.replace(file)
     return Trained(**json.loads(file.read_text()))
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """Standard deviation over seeds; None where there is one."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def plus_minus(spread: float | None) -> str:
+    """ " ± 0.0012", as wide without a number."""
+    return " " * 9 if spread is None else f" ± {spread:.4f}"

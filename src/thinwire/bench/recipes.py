@@ -21,7 +21,7 @@ from typing import Any
 
 from thinwire import recipes
 from thinwire.bench import throttled
-from thinwire.bench.jobs import BASELINE, LEAST_STEPS, fingerprint
+from thinwire.bench.jobs import BASELINE, LEAST_STEPS, fingerprint, plus_minus, spread
 from thinwire.bench.methods import TORCH_HOOKS
 from thinwire.bench.network import MAX_RANKS, NetworkUnavailable, parse_rate
 from thinwire.bench.processes import RankFailed
@@ -39,11 +39,11 @@ class Row:
     seeds: int
     val_loss: float
     """Mean over seeds, nats per byte."""
-    val_loss_spread: float
-    """Standard deviation over seeds."""
+    val_loss_spread: float | None
+    """Standard deviation over seeds; None: one seed."""
     ratio_to_ddp: float
     """Mean over seeds of val_loss / ddp's val_loss of the same seed."""
-    ratio_spread: float
+    ratio_spread: float | None
     sent_bytes_per_rank: int
     sent_ratio_to_ddp: float
     seconds: float
@@ -111,9 +111,9 @@ def compare(finished: dict[str, list[dict[str, Any]]]) -> list[Row]:
                 recipe=name,
                 seeds=len(runs),
                 val_loss=statistics.mean(losses),
-                val_loss_spread=_spread(losses),
+                val_loss_spread=spread(losses),
                 ratio_to_ddp=statistics.mean(ratios),
-                ratio_spread=_spread(ratios),
+                ratio_spread=spread(ratios),
                 sent_bytes_per_rank=runs[0]["sent_bytes_per_rank"],
                 sent_ratio_to_ddp=runs[0]["sent_bytes_per_rank"] / pairs[0][1]["sent_bytes_per_rank"],
                 seconds=statistics.median(run["wall_seconds"] for run in runs),
@@ -134,8 +134,8 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         lines.append(
-            f"{row.recipe:12} {row.val_loss:7.4f} ± {row.val_loss_spread:.4f} "
-            f"{row.ratio_to_ddp:8.4f} ± {row.ratio_spread:.4f} {row.sent_ratio_to_ddp:11.4f} "
+            f"{row.recipe:12} {row.val_loss:7.4f}{plus_minus(row.val_loss_spread)} "
+            f"{row.ratio_to_ddp:8.4f}{plus_minus(row.ratio_spread)} {row.sent_ratio_to_ddp:11.4f} "
             f"{row.step_seconds:8.3f} {row.ratio_to_ddp_step:6.2f} {row.comm_share:6.1%}"
         )
     return "\n".join(lines)
@@ -205,7 +205,3 @@ def _run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any] 
             return None
     result: dict[str, Any] = json.loads(summary.read_text())
     return result
-
-
-def _spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0

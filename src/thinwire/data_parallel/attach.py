@@ -19,6 +19,7 @@ from thinwire.data_parallel.inputs import InputWatch
 from thinwire.data_parallel.link import Link
 from thinwire.geometry import Observer
 from thinwire.reducers import Reducer
+from thinwire.reducers.reducer import check_reducer
 
 
 def attach(model: nn.Module, reducer: Reducer, *, timeout: timedelta | None = None) -> Link:
@@ -31,8 +32,7 @@ def attach(model: nn.Module, reducer: Reducer, *, timeout: timedelta | None = No
     Raises ValueError for a parameter that cannot be averaged, ranks with different models or reducers, a model
     that has a link or another communication hook already; TypeError for other kinds of models.
     """
-    if not isinstance(reducer, Reducer):
-        raise TypeError(f"attach needs a reducer such as tw.Quantized('fp8_e5m2'), got {reducer!r}")
+    check_reducer(reducer, "attach")
     called, model = model, getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):
         return _attach_ddp(model, reducer, timeout, called)

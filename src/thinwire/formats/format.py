@@ -7,7 +7,7 @@ neighbours in the chunk.
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ ALIGNMENT = 16
 """Encoded buffers are padded to this many bytes, so that any of them can be viewed as any dtype."""
 
 
+@runtime_checkable
 class Format(Protocol):
     """Numbers to bytes and back. Implementations are frozen dataclasses without state."""
 

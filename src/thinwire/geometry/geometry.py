@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Fidelity:
     """What a round trip through the format leaves of a matrix's gradient, on its owner at the last refresh."""
 
     error: float
-    """|decoded - gradient| / |gradient| in the coordinates in use."""
+    """|decoded - gradient| / |gradient| in the coordinates in use: the plain ones where others were no gain."""
     plain_error: float
     """The same without a geometry."""
     cosine: float
@@ -111,11 +111,12 @@ class BoundGeometry(Protocol):
         """Bytes of statistics and coordinates held on this rank."""
 
 
+@runtime_checkable
 class Geometry(Protocol):
     """How coordinates are chosen: a frozen configuration."""
 
     def bind(self, shapes: Shapes, place: Place) -> BoundGeometry:
         """State for these matrices. Raises ValueError naming what cannot be done."""
 
-    def sent_bytes(self, shapes: Shapes, world_size: int) -> int:
+    def refresh_bytes(self, shapes: Shapes, world_size: int) -> int:
         """Bytes that one rank sends for these coordinates per reduction, in the long run."""

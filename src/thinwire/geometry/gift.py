@@ -39,7 +39,7 @@ DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)
 _NOT_MEASURED = Fidelity(float("nan"), float("nan"), float("nan"))
 _FIRST_DAMPING = 1e-1  # until there is a measurement
 _WORTHWHILE = 0.95  # of the plain error: above, the coordinates stay as they are
-_MEASURED_ROWS = 1024  # rows of a gradient that a round trip is measured on
+_MEASURED_ROWS = 1024  # of a gradient, where each row stands for itself
 
 
 @dataclass(frozen=True)
@@ -78,21 +78,26 @@ class GIFT:
     """Reductions after which nothing is refreshed any more."""
 
     def __post_init__(self) -> None:
-        select = self.select
-        for key, value, fine in [
-            ("rank", self.rank, self.rank >= 1),
-            ("power", self.power, 0 < self.power <= 1),
-            ("statistic", self.statistic, self.statistic in ("gradient", "input")),
-            ("statistics_of", self.statistics_of, self.statistics_of in ("owner", "ranks")),
-            ("sides", self.sides, self.sides in ("right", "both")),
-            ("refresh_every", self.refresh_every, self.refresh_every >= 1),
-            ("decay", self.decay, 0 <= self.decay < 1),
-            ("damping", self.damping, self.damping is None or 1e-4 <= self.damping <= 1e4),
-            ("select", select, callable(select) or isinstance(select, tuple) or select in ("auto", "all")),
-            ("freeze_after", self.freeze_after, self.freeze_after is None or self.freeze_after >= 1),
+        select, damping, freeze = self.select, self.damping, self.freeze_after
+        for key, fine, what in [
+            ("rank", _whole(self.rank, 1), "a whole number of at least 1"),
+            ("power", _within(self.power, 0, 1) and self.power > 0, "a number above 0 and up to 1"),
+            ("statistic", self.statistic in ("gradient", "input"), "'gradient' or 'input'"),
+            ("statistics_of", self.statistics_of in ("owner", "ranks"), "'owner' or 'ranks'"),
+            ("sides", self.sides in ("right", "both"), "'right' or 'both'"),
+            ("refresh_every", _whole(self.refresh_every, 1), "a whole number of at least 1"),
+            ("decay", _within(self.decay, 0, 1) and self.decay < 1, "a number from 0 and below 1"),
+            ("damping", damping is None or _within(damping, 1e-4, 1e4), "None or a number from 1e-4 to 1e4"),
+            (
+                "select",
+                callable(select) or bool(isinstance(select, tuple) and select) or select in ("auto", "all"),
+                "'auto', 'all', a tuple of names and globs, or a predicate of the name",
+            ),
+            # The second refresh is the first that measures what the first one found.
+            ("freeze_after", freeze is None or _whole(freeze, 2), "None or a whole number of at least 2"),
         ]:
             if not fine:
-                raise ValueError(f"GIFT {key} cannot be {value!r}; see its description")
+                raise ValueError(f"GIFT {key} must be {what}, got {getattr(self, key)!r}")
 
     def bind(self, shapes: Shapes, place: Place) -> BoundGeometry:
         if isinstance(self.select, tuple):
@@ -103,7 +108,7 @@ class GIFT:
                     )
         return BoundGIFT(self, self._selected(shapes), place)
 
-    def sent_bytes(self, shapes: Shapes, world_size: int) -> int:
+    def refresh_bytes(self, shapes: Shapes, world_size: int) -> int:
         """An all_gather of the largest payload every `refresh_every` reductions, and what goes to the owners."""
         if self.freeze_after is not None or world_size == 1 or not shapes:
             return 0
@@ -266,7 +271,10 @@ class BoundGIFT:
         self._refreshing = False
 
     def memory_bytes(self) -> int:
-        return sum(4 * self._size(name) for name in self._coordinates)
+        seen = [moment for each in self._seen.values() for moment in each.moments]
+        moments = {id(moment): moment for moment in (*seen, *self._inputs.values(), *self._arriving.values())}
+        installed = sum(4 * self._size(name) for name in self._coordinates)
+        return installed + sum(moment.nbytes for moment in moments.values())
 
     # -- seeing --------------------------------------------------------------------------------------------
 
@@ -301,7 +309,7 @@ class BoundGIFT:
         sample = gradient if self.mixes_rows else gradient[::step]
         if not 0.0 < float(sample.norm()) < float("inf"):
             return coordinates
-        plain, _ = _loss(sample, self._place.round_trip(sample))
+        plain, plain_cosine = _loss(sample, self._place.round_trip(sample))
         dampings = DAMPINGS if self._config.damping is None else (self._config.damping,)
         best, least = coordinates, float("inf")
         for side in range(len(coordinates.sides)):
@@ -311,7 +319,9 @@ class BoundGIFT:
                 error, cosine = _loss(sample, tried.inverse(self._place.round_trip(tried.forward(sample))))
                 if error < least:
                     best, least = replace(tried, fidelity=Fidelity(error, plain, cosine)), error
-        return replace(best, active=self._config.select != "auto" or least < _WORTHWHILE * plain)
+        if self._config.select == "auto" and not least < _WORTHWHILE * plain:
+            return replace(best, active=False, fidelity=Fidelity(plain, plain, plain_cosine))
+        return replace(best, active=True)
 
     def _refreshed(self, name: str) -> MatrixCoordinates | None:
         """The next coordinates of an owned matrix: those in use where nothing was seen or nothing usable."""
@@ -403,6 +413,14 @@ class _Seen:
         elif kind < 1.0 + self.of_inputs:
             first = self.moments[0]
         return _Seen((first, *others), self.of_inputs or kind > 1.0)
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _within(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 def _loss(exact: Tensor, got: Tensor) -> tuple[float, float]:

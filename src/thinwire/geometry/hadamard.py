@@ -40,7 +40,7 @@ class Hadamard:
     def bind(self, shapes: Shapes, place: Place) -> BoundGeometry:
         return BoundHadamard(self, shapes, place.device)
 
-    def sent_bytes(self, shapes: Shapes, world_size: int) -> int:
+    def refresh_bytes(self, shapes: Shapes, world_size: int) -> int:
         return 0
 
 

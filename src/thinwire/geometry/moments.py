@@ -36,6 +36,10 @@ class Moment(Protocol):
     def with_rows(self, rows: Tensor) -> Moment:
         """This and the rows (m, n), float32, together."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+
     def packed(self) -> Tensor:
         """As a vector of `packed_moment_size` numbers, float32."""
 
@@ -80,6 +84,10 @@ class Dense:
         both = copy(self)
         both._sum = torch.addmm(self._sum, rows.T, rows)
         return both
+
+    @property
+    def nbytes(self) -> int:
+        return self._sum.nbytes
 
     def packed(self) -> Tensor:
         """The upper triangle, row by row."""
@@ -126,6 +134,10 @@ class Sketch:
         both._sum = torch.addmm(self._sum, rows.T, rows @ self._omega)
         both._diagonal = self._diagonal + rows.square().sum(0)
         return both
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._sum.nbytes + self._omega.nbytes + self._diagonal.nbytes)
 
     def packed(self) -> Tensor:
         return torch.cat([self._sum.reshape(-1), self._diagonal])

@@ -17,7 +17,7 @@ from thinwire.collectives import Slot, Wire
 from thinwire.geometry import Fidelity, Observer
 from thinwire.reducers.dense import Dense
 from thinwire.reducers.parts import Parts
-from thinwire.reducers.reducer import BoundReducer, Reducer, State
+from thinwire.reducers.reducer import BoundReducer, Reducer, State, check_reducer
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class After:
     before: Reducer = field(default_factory=Dense)
 
     def __post_init__(self) -> None:
+        check_reducer(self.reducer, "After")
+        check_reducer(self.before, "After before")
         if self.steps < 0:
             raise ValueError(f"After needs a number of reductions of at least 0, got {self.steps}")
 

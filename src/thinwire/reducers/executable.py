@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.collectives import CHUNK, Slot, Wire
 from thinwire.formats import Format, Spans
-from thinwire.formats.kernels import can_compile
+from thinwire.formats.kernels import Compiled, can_compile
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,15 @@ def executable(format: Format, slots: Sequence[Slot], wire: Wire, compile: bool 
     return compiled
 
 
+def for_another_thread(format: Format) -> Format:
+    """The same format, compiled alike, with memory of its own: a compiled one serves one thread at a time."""
+    run = getattr(format, "run", None)
+    return format.compiled(run.chunk) if isinstance(run, Compiled) else format
+
+
 def round_trip(format: Format, matrix: Tensor) -> Tensor:
-    """What is left of a matrix, float32, after it was encoded and decoded as the layout would cut it."""
+    """What is left of a matrix, float32, after it was encoded and decoded in spans as long as chunks: coarser ones
+    than the layout's, which end with each owner's rows, where a scale is the span's."""
     padded = -(-matrix.numel() // format.block) * format.block
     flat = F.pad(matrix.reshape(-1), (0, padded - matrix.numel()))
     spans = tuple(len(part) for part in flat.split(CHUNK // format.block * format.block))

@@ -37,7 +37,7 @@ from thinwire.formats.stochastic import span_key
 from thinwire.geometry import Fidelity, Geometry, Observer, Place
 from thinwire.reducers.alone import BoundAlone
 from thinwire.reducers.coordinates import Coordinates, load_coordinates, matrix_shapes, wire_slots
-from thinwire.reducers.executable import executable, round_trip
+from thinwire.reducers.executable import executable, for_another_thread, round_trip
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
     BoundReducer,
@@ -45,6 +45,7 @@ from thinwire.reducers.reducer import (
     check_loss_scale,
     check_tensors,
     done,
+    is_configuration,
     label,
     new_state,
     reductions_in,
@@ -80,7 +81,12 @@ class Quantized:
     """Fuse the kernels with torch.compile (same bits); None: from 8 Mi elements on, where a compiler is found."""
 
     def __post_init__(self) -> None:
-        get(self.format)
+        if not is_configuration(get(self.format), Format):
+            raise ValueError(f"Quantized format must be a name or a Format, got {self.format!r}")
+        if self.geometry is not None and not is_configuration(self.geometry, Geometry):
+            raise ValueError(
+                f"Quantized geometry must be None or a geometry such as tw.GIFT(), got {self.geometry!r}"
+            )
         if self.feedback not in ("none", "error"):
             raise ValueError(f"Quantized feedback must be 'none' or 'error', got {self.feedback!r}")
 
@@ -96,7 +102,8 @@ class Quantized:
             format = executable(format, slots, wire, self.compile)
         coordinates = None
         if self.geometry is not None:
-            place = Place(wire.rank, wire.world_size, wire.device, partial(round_trip, format))
+            measured = partial(round_trip, for_another_thread(format))  # the worker encodes meanwhile
+            place = Place(wire.rank, wire.world_size, wire.device, measured)
             coordinates = Coordinates(self.geometry.bind(matrix_shapes(slots), place), slots)
         if wire.world_size == 1:
             return BoundAlone(slots, wire.device, keeps=self.feedback == "error", coordinates=coordinates)
@@ -108,7 +115,7 @@ class Quantized:
             return 0
         format, refreshes = get(self.format), 0
         if self.geometry is not None:
-            refreshes = self.geometry.sent_bytes(matrix_shapes(slots), world_size)
+            refreshes = self.geometry.refresh_bytes(matrix_shapes(slots), world_size)
             slots = wire_slots(slots)
         chunks = Layout(tuple(slots), world_size, format.block).chunks
         return 2 * (world_size - 1) * sum(format.nbytes(chunk.spans) for chunk in chunks) + refreshes

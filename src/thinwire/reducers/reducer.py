@@ -93,6 +93,19 @@ class Reducer(Protocol):
         """Bytes that one rank sends in one reduction of `slots` over `world_size` ranks."""
 
 
+def is_configuration(value: object, kind: type) -> bool:
+    """Whether a value is an object of this protocol, and not a class that makes such objects."""
+    return isinstance(value, kind) and not isinstance(value, type)
+
+
+def check_reducer(value: object, who: str) -> None:
+    """Raise TypeError for what is no reducer."""
+    if not is_configuration(value, Reducer):
+        inner = getattr(value, "reducer", None)
+        hint = ": pass its .reducer" if is_configuration(inner, Reducer) else ""
+        raise TypeError(f"{who} needs a reducer such as tw.Quantized('fp8_e5m2'), got {value!r:.200}{hint}")
+
+
 def done(device: torch.device) -> Future[None]:
     """A future that is already complete."""
     future: Future[None] = Future(devices=[device] if device.type == "cuda" else [])

@@ -20,7 +20,7 @@ from thinwire.collectives import Slot, Wire
 from thinwire.geometry import Fidelity, Observer
 from thinwire.reducers.dense import Dense
 from thinwire.reducers.parts import Parts
-from thinwire.reducers.reducer import BoundReducer, Reducer, State, done
+from thinwire.reducers.reducer import BoundReducer, Reducer, State, check_reducer, done
 
 Rule: TypeAlias = str | Callable[[Slot], bool]
 
@@ -41,6 +41,10 @@ class Routed:
     slot names, or a predicate of the slot."""
 
     otherwise: Reducer = field(default_factory=Dense)
+
+    def __post_init__(self) -> None:
+        check_reducer(self.reducer, "Routed")
+        check_reducer(self.otherwise, "Routed otherwise")
 
     def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundRouted:
         matched, rest = self._split(slots)
