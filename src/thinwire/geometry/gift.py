@@ -27,19 +27,16 @@ from torch import Tensor
 
 from thinwire.geometry.coordinates import MatrixCoordinates, packed_size, unpacked
 from thinwire.geometry.geometry import BoundGeometry, Fidelity, Observer, Place, Rebase, Shapes
+from thinwire.geometry.measuring import DAMPINGS, measured
 from thinwire.geometry.moments import Moment, new_moment, packed_moment_size
 from thinwire.geometry.ownership import Portions, share_out
+from thinwire.geometry.seen import Seen
 from thinwire.geometry.whitening import whitening
 
 Select: TypeAlias = Literal["auto", "all"] | tuple[str, ...] | Callable[[str], bool]
 
-DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)
-"""What is tried where no damping is set, one side after the other."""
-
 _NOT_MEASURED = Fidelity(float("nan"), float("nan"), float("nan"))
 _FIRST_DAMPING = 1e-1  # until there is a measurement
-_WORTHWHILE = 0.95  # of the plain error: above, the coordinates stay as they are
-_MEASURED_ROWS = 1024  # of a gradient, where each row stands for itself
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ class BoundGIFT:
         self._coordinates: dict[str, MatrixCoordinates] = {}
         self._arriving: dict[str, Moment] = {}  # of layer inputs, on the way to the next reduction
         self._inputs: dict[str, Moment] = {}  # of those of the open one
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, Seen] = {}
         self._measured: dict[str, MatrixCoordinates] = {}
         self._refreshing = False
         self._input: tuple[Tensor, Moment | None, Moment] | None = None
@@ -199,7 +196,14 @@ class BoundGIFT:
         if not self._refreshing or name not in self._owners or not (self._shared or self._owns(name)):
             return
         if name in self._coordinates and self._owns(name):
-            self._measured[name] = self._best(self._coordinates[name], gradient)
+            damping = self._config.damping
+            self._measured[name] = measured(
+                self._coordinates[name],
+                gradient,
+                self._place.round_trip,
+                dampings=DAMPINGS if damping is None else (damping,),
+                may_reject=self._config.select == "auto",
+            )
         rows_seen = self._inputs.get(name)
         moments = [
             self._new(n) if rows_seen is None or index else rows_seen
@@ -208,7 +212,7 @@ class BoundGIFT:
         for moment, rows in zip(moments, (gradient, gradient.T)):
             if moment is not rows_seen:
                 moment.add(rows)
-        self._seen[name] = _Seen(tuple(moments), rows_seen is not None)
+        self._seen[name] = Seen(tuple(moments), rows_seen is not None)
 
     def statistics(self) -> Tensor | None:
         if not (self._refreshing and self._shared):
@@ -300,29 +304,6 @@ class BoundGIFT:
 
     # -- finding coordinates -------------------------------------------------------------------------------
 
-    def _best(self, coordinates: MatrixCoordinates, gradient: Tensor) -> MatrixCoordinates:
-        """The coordinates with the damping that loses least of the gradient; active if that is worth it.
-
-        A gradient that says nothing, of zeros or not finite, leaves them as they are.
-        """
-        step = -(-len(gradient) // _MEASURED_ROWS)
-        sample = gradient if self.mixes_rows else gradient[::step]
-        if not 0.0 < float(sample.norm()) < float("inf"):
-            return coordinates
-        plain, plain_cosine = _loss(sample, self._place.round_trip(sample))
-        dampings = DAMPINGS if self._config.damping is None else (self._config.damping,)
-        best, least = coordinates, float("inf")
-        for side in range(len(coordinates.sides)):
-            start = best
-            for damping in dampings:
-                tried = start.damped(side, damping)
-                error, cosine = _loss(sample, tried.inverse(self._place.round_trip(tried.forward(sample))))
-                if error < least:
-                    best, least = replace(tried, fidelity=Fidelity(error, plain, cosine)), error
-        if self._config.select == "auto" and not least < _WORTHWHILE * plain:
-            return replace(best, active=False, fidelity=Fidelity(plain, plain, plain_cosine))
-        return replace(best, active=True)
-
     def _refreshed(self, name: str) -> MatrixCoordinates | None:
         """The next coordinates of an owned matrix: those in use where nothing was seen or nothing usable."""
         current = self._measured.get(name, self._coordinates.get(name))
@@ -389,43 +370,9 @@ class BoundGIFT:
         return unpacked(packed, self._ranks(name), self._config.power)
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What a rank saw of a matrix: the moments of its sides, the first of layer inputs or of gradient rows."""
-
-    moments: tuple[Moment, ...]
-    of_inputs: bool
-
-    def packed(self) -> Tensor:
-        """As it travels to the owner: 1 for gradient rows or 2 for inputs, then the moments."""
-        parts = [moment.packed() for moment in self.moments]
-        return torch.cat([parts[0].new_tensor([1.0 + self.of_inputs]), *parts])
-
-    def plus(self, packed: Tensor, sizes: list[int], empty: Callable[[], Moment]) -> _Seen:
-        """Together with what another rank saw, if anything. Gradient rows add nothing to layer inputs."""
-        kind = packed[0].item()
-        if not kind:
-            return self
-        parts = packed[1:].split(sizes)
-        first, *others = [moment.plus(part) for moment, part in zip(self.moments, parts)]
-        if kind > 1.0 + self.of_inputs:
-            first = empty().plus(parts[0])
-        elif kind < 1.0 + self.of_inputs:
-            first = self.moments[0]
-        return _Seen((first, *others), self.of_inputs or kind > 1.0)
-
-
 def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _within(value: object, least: float, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-
-
-def _loss(exact: Tensor, got: Tensor) -> tuple[float, float]:
-    """Relative error and cosine."""
-    norm = float(exact.norm())
-    if not norm > 0:
-        return 0.0, 1.0
-    return float((got - exact).norm()) / norm, float((got * exact).sum()) / (norm * max(float(got.norm()), 1e-38))

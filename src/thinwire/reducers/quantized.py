@@ -51,6 +51,7 @@ from thinwire.reducers.reducer import (
     reductions_in,
     residuals_in,
 )
+from thinwire.reducers.refresh import refresh
 from thinwire.reducers.region import Region
 from thinwire.reducers.views import Staged
 
@@ -223,7 +224,8 @@ class BoundQuantized:
         self._open.clear()
         self._watch.reset()
         self._agree = False
-        self._refresh()
+        if self._coordinates is not None:
+            refresh(self._coordinates.geometry, self._wire, self._rebase)
 
     def set_loss_scale(self, scale: float) -> None:
         check_loss_scale(scale)
@@ -333,42 +335,6 @@ class BoundQuantized:
                 if lost is not None and region is not None:
                     self._watch.see(lost)  # not finite where the tensor's dtype cannot hold the mean
                     region.owe(name, lost, 1.0 / self._loss_scale)
-
-    def _refresh(self) -> None:
-        """Carry what owners found out about their matrices to all ranks, and change coordinates together."""
-        if self._coordinates is None:
-            return
-        geometry = self._coordinates.geometry
-        statistics = geometry.statistics()
-        if statistics is not None and statistics.numel():
-            geometry.combine(self._to_owners(statistics))
-        payload = geometry.payload()
-        if payload is not None and payload.numel():
-            geometry.install(self._to_all(payload), self._rebase)
-
-    def _to_owners(self, rows: Tensor) -> Tensor:
-        """Send row r to rank r; the rows (W-1, length) that the other ranks sent to this one."""
-        others = [rank for rank in range(self._wire.world_size) if rank != self._wire.rank]
-        send = rows[others].view(torch.uint8)
-        received = torch.empty_like(send)
-
-        def task() -> Task:
-            yield self._wire.all_to_all(received, send, counted_as="refresh")
-
-        self._wire.submit([task()], "statistics of coordinates").wait()
-        return received.view(rows.dtype)
-
-    def _to_all(self, payload: Tensor) -> Tensor:
-        """The payloads of all ranks, (W, length)."""
-        payloads = payload.new_empty(self._wire.world_size, payload.numel())
-
-        def task() -> Task:
-            yield self._wire.all_gather(
-                payloads.view(torch.uint8), payload.view(torch.uint8), counted_as="refresh"
-            )
-
-        self._wire.submit([task()], "coordinates").wait()
-        return payloads
 
     def _rebase(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
         """What is owed of a slot, in new coordinates."""
