@@ -1,4 +1,4 @@
-"""A refresh: what ranks saw to the owners of matrices, what those found out to all, and new coordinates everywhere."""
+"""A refresh: what ranks saw goes to the owners of matrices, what those found out to all, who change together."""
 
 from __future__ import annotations
 
