@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
+import signal
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -270,6 +274,56 @@ def test_bfloat16_parameters_are_agreed_on_in_float32() -> None:
     assert 0.015 < moved < 0.035
 
 
+def differing_methods() -> str:
+    model = Layers()
+    with pytest.raises(ValueError, match="ranks average by different methods") as raised:
+        tw.local_update(model, SGD(model.parameters(), lr=0.1), tw.DiLoCo(every=5 + rank()))
+    return str(raised.value)
+
+
+def test_ranks_with_different_methods_are_told_so() -> None:
+    for said in run_ranks(differing_methods, 2):
+        assert "every=5" in said
+        assert "every=6" in said
+
+
+def killed() -> None:
+    """Rank 1 dies within a round. Rank 0 ends with what it is told, whether its weights had gone on, and whether
+    they are those agreed before."""
+    model = Layers()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sync = tw.local_update(model, optimizer, tw.DiLoCo(every=4), timeout=timedelta(seconds=20))
+    agreed, apart_before = "", False
+    for step in range(8):
+        if step == 4:
+            agreed = bits(weights(model))
+        if step == 6 and rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train(model, optimizer, step, rank())
+        apart_before = apart_before or (step > 4 and bits(weights(model)) != agreed)
+        try:
+            sync.step()
+        except tw.CollectiveError as error:
+            rolled_back = bits(weights(model)) == agreed
+            raise AssertionError(f"{error}|{apart_before}|{rolled_back}") from None
+
+
+def test_when_a_rank_dies_the_others_are_told_and_hold_the_weights_agreed_last() -> None:
+    survivor = str(run_ranks(killed, 2, check=False)[0])
+    assert re.search(
+        r"AssertionError: rank 0: all_reduce of .*no answer from rank 1.*\|True\|True$", survivor, re.M
+    )
+
+
+def test_few_rounds_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = Layers()
+    tw.local_update(model, SGD(model.parameters(), lr=0.1), tw.DiLoCo(every=100), total_steps=1000).close()
+    assert "1000 steps are 10 rounds of 100" in caplog.text
+    caplog.clear()
+    tw.local_update(model, SGD(model.parameters(), lr=0.1), tw.DiLoCo(every=20), total_steps=1000).close()
+    assert not caplog.text
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -295,6 +349,9 @@ def test_what_does_not_fit_a_model_is_refused_by_name() -> None:
         tw.local_update(model, inner, replace(named, fragments=(("layers.0.*",), ("layers.[12].*",))))
     with pytest.raises(ValueError, match="7 of 7 parameters that are not the model's"):
         tw.local_update(model, SGD(other.parameters(), lr=0.1), tw.DiLoCo())
+    with pytest.raises(ValueError, match="the model has no parameters that take gradients"):
+        frozen = Layers().requires_grad_(False)
+        tw.local_update(frozen, SGD(frozen.parameters(), lr=0.1), tw.DiLoCo())
     sync = tw.local_update(model, inner, tw.DiLoCo())
     sync.step()
     with pytest.raises(ValueError, match="tokens are given in some steps and not in others"):

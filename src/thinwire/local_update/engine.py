@@ -11,6 +11,7 @@ the outer optimizer moves the anchor. The parameter then becomes the anchor, or 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class LocalUpdate:
         self._tokens = [0.0] * len(fragments)  # since then
         self._weighted: bool | None = None
         self._flight: _Flight | None = None
+        weakref.finalize(self, wire.release).atexit = False  # where nobody calls close()
 
     @property
     def ledger(self) -> Ledger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
@@ -20,12 +21,17 @@ from thinwire.local_update.fragments import cut
 from thinwire.local_update.method import Method
 from thinwire.reducers import Local
 
+logger = logging.getLogger(__name__)
+
+FEW_ROUNDS = 50
+
 
 def local_update(
     model: nn.Module,
     optimizer: Optimizer,
     method: Method,
     *,
+    total_steps: int | None = None,
     group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
 ) -> LocalUpdate:
@@ -34,7 +40,8 @@ def local_update(
     `model` is a bare module, which then gets the parameters and buffers of rank 0, or a DistributedDataParallel
     model, whose own averaging of gradients and buffers stops until `close()`. `group` (None: DDP's, or the
     default one) are the ranks that average; without torch.distributed a world of one. Collective: call it on all
-    ranks at the same point. `timeout` ends a collective that hangs (None: that of the group).
+    ranks at the same point. `timeout` ends a collective that hangs (None: that of the group). With `total_steps`,
+    the steps of the run, a warning says if they are too few rounds for an outer optimizer.
 
     Raises ValueError for parameters that cannot be averaged, an optimizer of other parameters, ranks with
     different models or methods; TypeError for sharded models.
@@ -48,18 +55,29 @@ def local_update(
     of_model.check(module, parameters)
     _check_optimizer(optimizer, parameters)
     device = of_model.device(parameters)
-    wire = Wire(ddp.process_group if ddp is not None else group, device=device, timeout=timeout)
     trained = of_model.trained(parameters)
-    slots = [Slot(name, tuple(p.shape), _wide(p)) for name, p in trained.items()]
-    check_same_model(wire, of_model.slots(parameters))
-    check_same_method(wire, method)
+    if not trained:
+        raise ValueError("local_update: the model has no parameters that take gradients")
     plan = method.plan()
-    fragments = cut({slot.name: slot.numel * slot.dtype.itemsize for slot in slots}, plan.fragments, plan.order)
-    reducer = plan.reducer.bind(slots, wire)
-    if ddp is None:
-        _start_equal(module, wire)
+    sizes = {name: p.numel() * _wide(p).itemsize for name, p in trained.items()}
+    fragments = cut(sizes, plan.fragments, plan.order)
+    if total_steps is not None and total_steps < FEW_ROUNDS * plan.every:
+        logger.warning(
+            "%d steps are %d rounds of %d: the momentum of an outer optimizer takes some %d to pay",
+            *(total_steps, total_steps // plan.every, plan.every, FEW_ROUNDS),
+        )
+    wire = Wire(ddp.process_group if ddp is not None else group, device=device, timeout=timeout)
+    try:
+        check_same_model(wire, of_model.slots(parameters))
+        check_same_method(wire, method)
+        reducer = plan.reducer.bind([Slot(name, tuple(p.shape), _wide(p)) for name, p in trained.items()], wire)
+        if ddp is None:
+            _start_equal(module, wire)
+        release = _take_over(model, ddp, timeout) if ddp is not None else lambda: None
+    except BaseException:
+        wire.close()
+        raise
     anchors = {name: p.detach().to(_wide(p), copy=True) for name, p in trained.items()}
-    release = _take_over(model, ddp, timeout) if ddp is not None else lambda: None
     return LocalUpdate(trained, plan, fragments, anchors, reducer, wire, release)
 
 
