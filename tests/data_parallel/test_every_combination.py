@@ -24,8 +24,8 @@ from tests.data_parallel.toys import parameter_bits, raw, residuals
 from tests.support.ranks import run_ranks
 from thinwire.formats import NVFP4, BlockScaled, Format, get, names
 from thinwire.geometry import Geometry
-from thinwire.reducers.executable import round_trip
 from thinwire.reducers.quantized import BoundQuantized
+from thinwire.reducers.round_trip import round_trip
 from thinwire.reducers.routed import BoundRouted
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from thinwire.formats import get
 from thinwire.geometry import Place
-from thinwire.reducers.executable import round_trip
+from thinwire.reducers.round_trip import round_trip
 
 
 def place(format: str = "nvfp4", rank: int = 0, world_size: int = 2) -> Place:

@@ -8,7 +8,7 @@ import torch
 from tests.geometry.matrices import distance, generator, place
 from thinwire.formats import get
 from thinwire.geometry import Hadamard
-from thinwire.reducers.executable import round_trip
+from thinwire.reducers.round_trip import round_trip
 
 
 @pytest.mark.parametrize("order", [16, 32, 64, 128])

@@ -10,7 +10,7 @@ from tests.geometry.matrices import distance, dominated, generator
 from thinwire.formats import get
 from thinwire.geometry.moments import DENSE, Dense, Sketch, new_moment
 from thinwire.geometry.whitening import Whitening, whitening
-from thinwire.reducers.executable import round_trip
+from thinwire.reducers.round_trip import round_trip
 
 
 def of(rows: Tensor, rank: int, *, damping: float, power: float) -> Whitening:

@@ -349,8 +349,8 @@ def test_what_does_not_fit_a_model_is_refused_by_name() -> None:
         tw.local_update(model, inner, replace(named, fragments=(("layers.0.*",), ("layers.[12].*",))))
     with pytest.raises(ValueError, match="7 of 7 parameters that are not the model's"):
         tw.local_update(model, SGD(other.parameters(), lr=0.1), tw.DiLoCo())
+    frozen = Layers().requires_grad_(False)
     with pytest.raises(ValueError, match="the model has no parameters that take gradients"):
-        frozen = Layers().requires_grad_(False)
         tw.local_update(frozen, SGD(frozen.parameters(), lr=0.1), tw.DiLoCo())
     sync = tw.local_update(model, inner, tw.DiLoCo())
     sync.step()

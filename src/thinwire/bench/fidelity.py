@@ -26,7 +26,7 @@ from thinwire import formats
 from thinwire.data_parallel.inputs import InputWatch
 from thinwire.formats import Format
 from thinwire.geometry import GIFT, BoundGeometry, Geometry, Hadamard, Place, Shapes
-from thinwire.reducers.executable import round_trip
+from thinwire.reducers.round_trip import round_trip
 from thinwire.train.arguments import read_toml
 from thinwire.train.checkpoint.export import model_tensors
 from thinwire.train.checkpoint.manifest import CheckpointError, Damaged, Manifest, checkpoints_in

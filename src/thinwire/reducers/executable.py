@@ -1,4 +1,4 @@
-"""A format made ready to run, compiled where that pays before the first step; what it leaves of a matrix."""
+"""A format made ready to run: compiled, where that pays, before the first step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import logging
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from thinwire.collectives import CHUNK, Slot, Wire
 from thinwire.formats import Format, Spans
 from thinwire.formats.kernels import Compiled, can_compile
+from thinwire.reducers.round_trip import any_key
 
 logger = logging.getLogger(__name__)
 
@@ -54,26 +53,10 @@ def for_another_thread(format: Format) -> Format:
     return format.compiled(run.chunk) if isinstance(run, Compiled) else format
 
 
-def round_trip(format: Format, matrix: Tensor) -> Tensor:
-    """What is left of a matrix, float32, after it was encoded and decoded in spans as long as chunks: coarser ones
-    than the layout's, which end with each owner's rows, where a scale is the span's."""
-    padded = -(-matrix.numel() // format.block) * format.block
-    flat = F.pad(matrix.reshape(-1), (0, padded - matrix.numel()))
-    spans = tuple(len(part) for part in flat.split(CHUNK // format.block * format.block))
-    encoded = torch.empty(format.nbytes(spans), dtype=torch.uint8, device=flat.device)
-    format.encode(flat, encoded, spans=spans, key=_any_key(format, spans, flat.device))
-    format.decode(encoded, flat, spans=spans)
-    return flat[: matrix.numel()].view(matrix.shape)
-
-
 def _compile_now(format: Format, spans: Spans, device: torch.device) -> None:
     """Encode and decode zeros, so that nothing is compiled in the middle of a step, while peers wait."""
     values = torch.zeros(sum(spans), device=device)
     encoded = torch.empty(format.nbytes(spans), dtype=torch.uint8, device=device)
-    format.encode(values, encoded, spans=spans, key=_any_key(format, spans, device))
+    format.encode(values, encoded, spans=spans, key=any_key(format, spans, device))
     format.decode(encoded, values, spans=spans)
     format.decode_add(encoded, values, spans=spans)
-
-
-def _any_key(format: Format, spans: Spans, device: torch.device) -> Tensor | None:
-    return torch.zeros(len(spans), dtype=torch.int32, device=device) if format.needs_key else None

@@ -37,7 +37,7 @@ from thinwire.formats.stochastic import span_key
 from thinwire.geometry import Fidelity, Geometry, Observer, Place
 from thinwire.reducers.alone import BoundAlone
 from thinwire.reducers.coordinates import Coordinates, load_coordinates, matrix_shapes, wire_slots
-from thinwire.reducers.executable import executable, for_another_thread, round_trip
+from thinwire.reducers.executable import executable, for_another_thread
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
     BoundReducer,
@@ -53,6 +53,7 @@ from thinwire.reducers.reducer import (
 )
 from thinwire.reducers.refresh import refresh
 from thinwire.reducers.region import Region
+from thinwire.reducers.round_trip import round_trip
 from thinwire.reducers.views import Staged
 
 logger = logging.getLogger(__name__)
