@@ -76,7 +76,7 @@ def test_print_config_prints_toml_and_starts_nothing(
 ) -> None:
     assert main(["--print-config", "--steps", "5", "--data.files", "a", "b"]) == 0
     table = tomllib.loads(capsys.readouterr().out)
-    assert (table["steps"], table["data"]["files"], table["recipe"]) == (5, ["a", "b"], "fp8-ef")
+    assert (table["steps"], table["data"]["files"], table["recipe"]) == (5, ["a", "b"], "nvfp4")
     assert launched == []
 
 
@@ -99,7 +99,7 @@ def test_runs_without_a_directory_get_the_next_free_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([]) == main([]) == main(["--recipe", "ddp"]) == 0
-    assert [str(out) for _, out in launched] == ["runs/fp8-ef-1", "runs/fp8-ef-2", "runs/ddp-1"]
+    assert [str(out) for _, out in launched] == ["runs/nvfp4-1", "runs/nvfp4-2", "runs/ddp-1"]
     assert all(out.is_dir() for _, out in launched)
 
 

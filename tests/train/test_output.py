@@ -46,7 +46,7 @@ def test_a_directory_that_the_run_chose_itself_is_held_too(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with choose_output(TrainConfig()) as first, choose_output(TrainConfig()) as second:
-        assert [str(first), str(second)] == ["runs/fp8-ef-1", "runs/fp8-ef-2"]
+        assert [str(first), str(second)] == ["runs/nvfp4-1", "runs/nvfp4-2"]
         assert _refusal(TrainConfig(out=first)) == _in_use(first, os.getpid())
 
 

@@ -2,7 +2,7 @@
 
 What an encoding leaves out is added to the next one, at the sender and at the owner of the mean, so over
 time nothing is lost. E4M3 has one mantissa bit more than E5M2; a block's scale gives it the range it needs.
-Costs 8 bytes per element and rank. The default recipe.
+Costs 8 bytes per element and rank.
 """
 
 from thinwire.recipes.recipe import Recipe

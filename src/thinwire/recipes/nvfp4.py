@@ -1,7 +1,8 @@
 """nvfp4: gradients travel as NVFP4 with error feedback in both stages.
 
 4.5 bits per element: E2M1 numbers under an E4M3 scale per block of 16. A single encoding is off by 9.5 % of a
-gradient, which error feedback makes up for over the following steps. Costs 8 bytes per element and rank.
+gradient, which error feedback makes up for over the following steps. Costs 8 bytes per element and rank. The
+default recipe.
 """
 
 from thinwire.recipes.recipe import Recipe
@@ -12,5 +13,5 @@ RECIPE = Recipe(
     reducer=Routed(Quantized("nvfp4", feedback="error")),
     wire="NVFP4 gradients, two-phase, float32 sums, error feedback",
     paper="NVIDIA, NVFP4 pretraining, arXiv 2509.25149; DoubleSqueeze error feedback, arXiv 1905.05957",
-    not_for="jobs that cannot spare 8 bytes per parameter; prefer gift-nvfp4 where layers are wide",
+    not_for="jobs that cannot spare 8 bytes per parameter",
 )

@@ -86,7 +86,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    recipe: str = "fp8-ef"
+    recipe: str = "nvfp4"
     """How gradients are averaged; `thinwire recipes` lists the names."""
     workers: int = 2
     """Worker processes to start on this machine. Under torchrun, torchrun decides."""
