@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -129,3 +132,16 @@ def test_what_cannot_be_measured_is_one_line_that_names_the_key(
     assert code == 2
     assert (captured.out, captured.err.count("\n")) == ("", 1)
     assert captured.err.startswith("thinwire bench fidelity: " + line.replace("RUN", str(run)))
+
+
+def test_the_figure_of_the_docs_is_drawn_from_the_rows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fidelity.main(["--run", str(run), "--steps", "2", "4", "--formats", "nvfp4", "--json"]) == 0
+    rows = capsys.readouterr().out
+    script = Path(__file__).parents[2] / "docs/figures/fidelity.py"
+    drawn = subprocess.run([sys.executable, script], input=rows, text=True, capture_output=True, check=True).stdout
+    svg = ElementTree.fromstring(drawn)
+    words = [element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"step 2", "step 4", "as it is", "Hadamard", "GIFT", "q_proj", "down_proj"} <= set(words)
+    kinds = {row["layer"].removesuffix(".weight").rsplit(".", 1)[-1] for row in json.loads(rows)["rows"]}
+    bars = list(svg.iter("{http://www.w3.org/2000/svg}rect"))
+    assert len(bars) == 3 + 2 * 3 * len(kinds)  # the legend, and each step's

@@ -50,7 +50,7 @@ GEOMETRIES: dict[str, Geometry | None] = {
     "gift input right": tw.GIFT(rank=8, statistic="input", sides="right", refresh_every=2),
     "gift input both": tw.GIFT(rank=8, statistic="input", sides="both", refresh_every=2),
     "gift gradient right": tw.GIFT(rank=8, statistic="gradient", sides="right", refresh_every=2),
-    "gift gradient both": tw.GIFT(rank=8, statistic="gradient", sides="both", refresh_every=2),
+    "gift of ranks both": tw.GIFT(rank=8, statistics_of="ranks", sides="both", refresh_every=2),
 }
 
 
@@ -165,7 +165,8 @@ def trained(ddp: DDP, combination: Combination, means: dict[int, dict[str, Exact
             found.lost = max(found.lost, (_ratio(left + mine, allowed * size), name))
     found.untouched = [name for name, p in model.named_parameters() if raw(p) == before[name]]
     found.sent = link.ledger.sent_bytes()
-    found.refreshes = sum(row.calls for row in link.ledger.rows() if row.phase == "refresh")
+    gathers = (row for row in link.ledger.rows() if (row.phase, row.op) == ("refresh", "all_gather"))
+    found.refreshes = sum(row.calls for row in gathers)
     link.detach()
     return found
 

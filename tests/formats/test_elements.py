@@ -10,17 +10,21 @@ from tests.formats import oracle
 from tests.formats.coding import bf16_patterns, float32_patterns
 from thinwire.formats.elements import ELEMENTS
 
+TIES = {
+    "e2m1": [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0)],
+    "e3m0": [(0.125, 0.0), (0.375, 0.5), (0.75, 0.5), (1.5, 2.0), (3.0, 2.0), (6.0, 8.0), (12.0, 8.0)],
+}
+"""By element: numbers halfway between two of the grid, and the one with the even code."""
 
-@pytest.mark.parametrize(
-    ("tie", "rounded"), [(0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0)]
-)
-def test_ties_of_e2m1_go_to_the_even_code(tie: float, rounded: float) -> None:
-    e2m1 = ELEMENTS["e2m1"]
+
+@pytest.mark.parametrize(("name", "tie", "rounded"), [(name, *tie) for name, ties in TIES.items() for tie in ties])
+def test_ties_go_to_the_even_code(name: str, tie: float, rounded: float) -> None:
+    element = ELEMENTS[name]
     ties = torch.tensor([tie, -tie])
-    assert e2m1.widen(e2m1.code(ties)).tolist() == [rounded, -rounded]
-    assert not bool((e2m1.code(ties) & 1).any())
-    away = torch.tensor([np.nextafter(np.float32(tie), np.float32(9 if rounded < tie else 0))])
-    assert e2m1.widen(e2m1.code(away)).item() == (tie * 2 - rounded)
+    assert element.widen(element.code(ties)).tolist() == [rounded, -rounded]
+    assert not bool((element.code(ties) & 1).any())
+    away = torch.tensor([np.nextafter(np.float32(tie), np.float32(np.inf if rounded < tie else 0))])
+    assert element.widen(element.code(away)).item() == (tie * 2 - rounded)
 
 
 @pytest.mark.parametrize("patterns", [bf16_patterns, float32_patterns])
@@ -31,18 +35,6 @@ def test_every_float32_gets_the_e2m1_code_of_ml_dtypes_after_a_clamp(patterns: o
     number = ~np.isnan(x)
     assert np.array_equal(codes[number], oracle.cast(np.clip(x[number], -6.0, 6.0), "e2m1"))
     assert not codes[~number].any()
-
-
-@pytest.mark.parametrize(
-    ("tie", "rounded"), [(0.125, 0.0), (0.375, 0.5), (0.75, 0.5), (1.5, 2.0), (3.0, 2.0), (6.0, 8.0), (12.0, 8.0)]
-)
-def test_ties_of_e3m0_go_to_the_even_code(tie: float, rounded: float) -> None:
-    """Codes 0 to 7 are 0 and the powers of two from 1/4 to 16."""
-    e3m0 = ELEMENTS["e3m0"]
-    ties = torch.tensor([tie, -tie])
-    assert e3m0.widen(e3m0.code(ties)).tolist() == [rounded, -rounded]
-    away = torch.tensor([np.nextafter(np.float32(tie), np.float32(99 if rounded < tie else 0))])
-    assert e3m0.widen(e3m0.code(away)).item() == (tie * 2 - rounded)
 
 
 @pytest.mark.parametrize("patterns", [bf16_patterns, float32_patterns])

@@ -14,8 +14,7 @@ from thinwire.reducers.round_trip import round_trip
 
 
 def of(rows: Tensor, rank: int, *, damping: float, power: float) -> Whitening:
-    moment = new_moment(rows.shape[1], rank, rows.device)
-    moment.add(rows)
+    moment = new_moment(rows.shape[1], rank, rows.device).with_rows(rows)
     split = moment.split(rank)
     assert split is not None
     return whitening(*split, damping=damping, power=power)
@@ -113,8 +112,7 @@ def test_a_wide_moment_is_sketched_and_finds_the_same_directions() -> None:
     rows += 1e-2 * torch.randn(300, 256, generator=generator(5))
     exact, sketched = Dense(256, rows.device), Sketch(256, 48, rows.device)
     for half in rows.split(150):
-        exact.add(half)
-        sketched.add(half)
+        exact, sketched = exact.with_rows(half), sketched.with_rows(half)
     a, b = exact.split(8), sketched.split(8)
     assert a is not None
     assert b is not None
@@ -127,13 +125,9 @@ def test_a_wide_moment_is_sketched_and_finds_the_same_directions() -> None:
 def test_blending_is_the_weighted_sum_of_normalised_moments(kind: type[Dense]) -> None:
     g = generator(6)
     old, new = torch.randn(90, 40, generator=g), 1e-3 * torch.randn(70, 40, generator=g)
-    moment = kind(40, old.device)
-    moment.add(old)
-    split = moment.split(40)
+    split = kind(40, old.device).with_rows(old).split(40)
     assert split is not None
-    moment = kind(40, old.device)
-    moment.add(new)
-    blended = moment.split(40, split, 0.25)
+    blended = kind(40, old.device).with_rows(new).split(40, split, 0.25)
     assert blended is not None
     c_old, c_new = old.T @ old, new.T @ new
     expected = 0.25 * c_old / c_old.diagonal().mean() + 0.75 * c_new / c_new.diagonal().mean()
@@ -143,14 +137,12 @@ def test_blending_is_the_weighted_sum_of_normalised_moments(kind: type[Dense]) -
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("columns", [32, DENSE + 16])
 def test_a_moment_of_nothing_or_of_non_finite_rows_gives_no_coordinates(value: float, columns: int) -> None:
-    moment = new_moment(columns, 8, torch.device("cpu"))
-    moment.add(torch.full((4, columns), value))
+    moment = new_moment(columns, 8, torch.device("cpu")).with_rows(torch.full((4, columns), value))
     assert moment.split(8) is None
 
 
 def test_a_sketch_that_rounding_has_made_indefinite_gives_no_coordinates() -> None:
-    sketch = Sketch(200, 40, torch.device("cpu"))
-    sketch.add(torch.randn(300, 200, generator=generator()))
+    sketch = Sketch(200, 40, torch.device("cpu")).with_rows(torch.randn(300, 200, generator=generator()))
     product, diagonal = sketch.packed().split([200 * 40, 200])
     assert sketch.plus(torch.cat([-3 * product, diagonal])).split(8) is None
     assert sketch.split(8) is not None

@@ -327,7 +327,10 @@ def test_few_rounds_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"every": 0}, "every must be at least 1, got 0"),
+        ({"every": 0}, "every must be a whole number of at least 1, got 0"),
+        ({"every": 2.5}, "every must be a whole number of at least 1, got 2.5"),
+        ({"every": 6, "delay": 0.5}, "delay must be 0 to every // fragments - 1, 0, got 0.5"),
+        ({"outer": 0.7}, "outer must be a function of the tensors that it moves, got 0.7"),
         ({"every": 6, "fragments": 7}, "fragments must be 1 to every, 6, got 7"),
         ({"every": 6, "fragments": 3, "delay": 2}, "delay must be 0 to every // fragments - 1, 1, got 2"),
         ({"merge": 1.5}, "merge must be from 0 to 1, got 1.5"),
@@ -337,6 +340,33 @@ def test_few_rounds_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_bad_setting_is_refused_with_its_name(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         tw.StreamingDiLoCo(**arguments)
+
+
+@pytest.mark.parametrize("method", [tw.Dense(), tw.DiLoCo, "diloco"])
+def test_what_is_no_method_or_reducer_is_refused(method: Any) -> None:
+    model = Layers()
+    with pytest.raises(TypeError, match=r"local_update needs a method such as tw\.DiLoCo\(\), got"):
+        tw.local_update(model, SGD(model.parameters(), lr=0.1), method)
+    with pytest.raises(TypeError, match="a local-update method needs a reducer such as"):
+        tw.DiLoCo(reducer=tw.GIFT())  # type: ignore[arg-type]
+
+
+def left_alone() -> float:
+    """How far a parameter that DDP is told to ignore is from where it was put on this rank."""
+    model = Layers()
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])
+    ddp = DDP(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sync = tw.local_update(ddp, optimizer, tw.DiLoCo(every=1))
+    with torch.no_grad():
+        model.head.weight.fill_(float(rank()))
+    sync.step()
+    sync.close()
+    return float((model.head.weight - rank()).abs().max())
+
+
+def test_parameters_that_ddp_ignores_are_not_averaged() -> None:
+    assert run_ranks(left_alone, 2) == [0.0, 0.0]
 
 
 def test_what_does_not_fit_a_model_is_refused_by_name() -> None:

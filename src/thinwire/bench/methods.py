@@ -67,8 +67,7 @@ def reducer_of(method: str) -> Reducer:
     if method in recipes.names():
         return recipes.get(method).reducer
     format, geometry, feedback = method.split("-")
-    chosen = FEEDBACKS[FEEDBACKS.index(cast(Feedback, feedback))]
-    return tw.Routed(tw.Quantized(format, feedback=chosen, geometry=GEOMETRIES[geometry]))
+    return tw.Routed(tw.Quantized(format, feedback=cast(Feedback, feedback), geometry=GEOMETRIES[geometry]))
 
 
 def description(method: str) -> str:

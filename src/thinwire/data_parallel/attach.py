@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import Wire
-from thinwire.data_parallel import parameters as of_model
 from thinwire.data_parallel.agreement import check_same_model, check_same_reducer
 from thinwire.data_parallel.ddp import trampoline_of
 from thinwire.data_parallel.inputs import InputWatch
 from thinwire.data_parallel.link import Link
+from thinwire.data_parallel.parameters import check_parameters, device_of, is_sharded, named_parameters, slots_of
 from thinwire.geometry import Observer
 from thinwire.reducers import Reducer
 from thinwire.reducers.reducer import check_reducer
@@ -36,7 +36,7 @@ def attach(model: nn.Module, reducer: Reducer, *, timeout: timedelta | None = No
     called, model = model, getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):
         return _attach_ddp(model, reducer, timeout, called)
-    if of_model.is_sharded(model):
+    if is_sharded(model):
         raise TypeError(
             f"attach averages whole parameters, and those of {type(model).__name__} are sharded: "
             "use DistributedDataParallel(model) instead of sharding it"
@@ -47,9 +47,9 @@ def attach(model: nn.Module, reducer: Reducer, *, timeout: timedelta | None = No
             f"attach needs a DistributedDataParallel model in a world of {world_size} ranks, "
             f"got {type(model).__name__}: wrap it first, DistributedDataParallel(model)"
         )
-    parameters = of_model.named(model)
-    of_model.check(model, parameters)
-    wire, slots = Wire(device=of_model.device(parameters)), of_model.slots(parameters)
+    parameters = named_parameters(model)
+    check_parameters(model, parameters)
+    wire, slots = Wire(device=device_of(parameters)), slots_of(parameters)
     return Link(parameters, slots, reducer.bind(slots, wire), wire, on_detach=lambda: None)
 
 
@@ -57,14 +57,14 @@ def _attach_ddp(
     ddp: DistributedDataParallel, reducer: Reducer, timeout: timedelta | None, called: nn.Module
 ) -> Link:
     """`called`: the module that the user calls, `ddp` or what torch.compile made of it."""
-    parameters = of_model.named(ddp.module, ignored=ddp.parameters_to_ignore)
-    of_model.check(ddp.module, parameters)
+    parameters = named_parameters(ddp.module, ignored=ddp.parameters_to_ignore)
+    check_parameters(ddp.module, parameters)
     trampoline = trampoline_of(ddp, parameters)
     if trampoline.link is not None:
         raise ValueError("this model has a link already: call its detach() before attaching another reducer")
-    slots = of_model.slots(parameters)
+    slots = slots_of(parameters)
     phases = trampoline.phases.setdefault(timeout, {})
-    wire = Wire(ddp.process_group, device=of_model.device(parameters), timeout=timeout, phases=phases)
+    wire = Wire(ddp.process_group, device=device_of(parameters), timeout=timeout, phases=phases)
 
     def give_back() -> None:
         """To plain DDP; a later link must not use process groups whose connections are closed."""

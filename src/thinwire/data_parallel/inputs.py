@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.data_parallel.names import plain_name
+from thinwire.data_parallel.parameters import plain_name
 from thinwire.geometry import Observer
 
 

@@ -1,4 +1,4 @@
-"""The parameters of a model that ranks average: their names, and what is refused by name."""
+"""The parameters of a model that ranks average: their names, which are the keys of state, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ import torch
 from torch import nn
 
 from thinwire.collectives import Slot
-from thinwire.data_parallel.names import plain_name
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What torch.compile and checkpoint wrappers put between the dots of a name. (Not "module": DDP is opened by
+`ddp.module`, and a model may well call a child of its own that.)"""
 
 
-def named(module: nn.Module, *, ignored: Collection[str] = ()) -> dict[str, nn.Parameter]:
+def named_parameters(module: nn.Module, *, ignored: Collection[str] = ()) -> dict[str, nn.Parameter]:
     """The parameters that data parallelism keeps equal, by plain name."""
-    parameters = module.named_parameters()
-    return {plain_name(name): parameter for name, parameter in parameters if name not in ignored}
+    found = module.named_parameters()
+    return {plain_name(name): parameter for name, parameter in found if name not in ignored}
 
 
-def trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+def trained_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Those that are averaged: neither frozen nor empty."""
     return {name: p for name, p in parameters.items() if p.requires_grad and p.numel()}
 
 
-def slots(parameters: Mapping[str, nn.Parameter]) -> list[Slot]:
+def slots_of(parameters: Mapping[str, nn.Parameter]) -> list[Slot]:
     """As the reducer sees the trained ones."""
-    return [Slot(name, tuple(p.shape), p.dtype) for name, p in trained(parameters).items()]
+    return [Slot(name, tuple(p.shape), p.dtype) for name, p in trained_parameters(parameters).items()]
 
 
-def check(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+def check_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse by name what cannot be averaged. Raises ValueError."""
     names = {id(parameter): name for name, parameter in parameters.items() if parameter.requires_grad}
     for submodule in module.modules():
@@ -42,12 +45,12 @@ def check(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
             raise ValueError(f"{name!r} is {parameter.dtype}: only real floating point parameters are averaged")
 
 
-def device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
+def device_of(parameters: Mapping[str, nn.Parameter]) -> torch.device:
     """The one device of all parameters. Raises ValueError where there are several."""
     devices = {parameter.device: name for name, parameter in parameters.items()}
     if len(devices) > 1:
         where = " and ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise ValueError(f"attach needs a model on one device per rank, got {where}")
+        raise ValueError(f"parameters must be on one device per rank, got {where}")
     return next(iter(devices), torch.device("cpu"))
 
 
@@ -57,3 +60,8 @@ def is_sharded(model: nn.Module) -> bool:
         hasattr(parameter, "placements") or hasattr(parameter, "_is_flat_param")
         for parameter in model.parameters()
     )
+
+
+def plain_name(name: str) -> str:
+    """`layers.0._orig_mod.weight` -> `layers.0.weight`."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

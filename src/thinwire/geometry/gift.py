@@ -204,15 +204,10 @@ class BoundGIFT:
                 dampings=DAMPINGS if damping is None else (damping,),
                 may_reject=self._config.select == "auto",
             )
-        rows_seen = self._inputs.get(name)
-        moments = [
-            self._new(n) if rows_seen is None or index else rows_seen
-            for index, n in enumerate(self._lengths[name])
-        ]
-        for moment, rows in zip(moments, (gradient, gradient.T)):
-            if moment is not rows_seen:
-                moment.add(rows)
-        self._seen[name] = Seen(tuple(moments), rows_seen is not None)
+        inputs = self._inputs.get(name)
+        first = self._moment_of(gradient) if inputs is None else inputs
+        others = (self._moment_of(gradient.T),) if self.mixes_rows else ()
+        self._seen[name] = Seen((first, *others), inputs is not None)
 
     def statistics(self) -> Tensor | None:
         if not (self._refreshing and self._shared):
@@ -284,7 +279,7 @@ class BoundGIFT:
 
     def _observe(self, name: str, rows: Tensor) -> None:
         """Inputs of a layer (tokens, columns). Consecutive layers that get the very same ones, now as before (q, k
-        and v; gate and up), share a moment, which therefore never changes."""
+        and v; gate and up), share a moment."""
         earlier = self._arriving.get(name)
         if self._input is None or self._input[0] is not rows or self._input[1] is not earlier:
             moment = self._new(rows.shape[1]) if earlier is None else earlier
@@ -293,6 +288,9 @@ class BoundGIFT:
 
     def _new(self, n: int) -> Moment:
         return new_moment(n, self._rank(n), self._place.device, travels=self._shared)
+
+    def _moment_of(self, rows: Tensor) -> Moment:
+        return self._new(rows.shape[1]).with_rows(rows)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float32, device=self._place.device)

@@ -28,10 +28,7 @@ Split: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Moment(Protocol):
-    """The sum of x x^T over the rows that were added, up to a factor."""
-
-    def add(self, rows: Tensor) -> None:
-        """Take rows (m, n) into account, float32."""
+    """The sum of x x^T over rows that were seen, up to a factor. It never changes, so layers may share one."""
 
     def with_rows(self, rows: Tensor) -> Moment:
         """This and the rows (m, n), float32, together."""
@@ -77,9 +74,6 @@ class Dense:
     def __init__(self, n: int, device: torch.device) -> None:
         self._sum = torch.zeros(n, n, dtype=torch.float32, device=device)
 
-    def add(self, rows: Tensor) -> None:
-        self._sum.addmm_(rows.T, rows)
-
     def with_rows(self, rows: Tensor) -> Dense:
         both = copy(self)
         both._sum = torch.addmm(self._sum, rows.T, rows)
@@ -98,8 +92,8 @@ class Dense:
         n = len(self._sum)
         upper = torch.zeros_like(self._sum)
         upper[*torch.triu_indices(n, n, device=upper.device)] = packed
-        both = Dense(n, upper.device)
-        torch.add(self._sum, upper + upper.triu(1).T, out=both._sum)
+        both = copy(self)
+        both._sum = self._sum + (upper + upper.triu(1).T)
         return both
 
     def split(self, rank: int, earlier: Split | None = None, weight: float = 0.0) -> Split | None:
@@ -124,10 +118,6 @@ class Sketch:
         self._omega = torch.linalg.qr(omega).Q.float().to(device)  # (n, k)
         self._sum = torch.zeros_like(self._omega)
         self._diagonal = torch.zeros(n, dtype=torch.float32, device=device)
-
-    def add(self, rows: Tensor) -> None:
-        self._sum.addmm_(rows.T, rows @ self._omega)
-        self._diagonal.add_(rows.square().sum(0))
 
     def with_rows(self, rows: Tensor) -> Sketch:
         both = copy(self)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from thinwire.collectives import CollectiveError, Ledger, Wire
 from thinwire.data_parallel.agreement import ranks_that_differ
@@ -50,11 +51,12 @@ class LocalUpdate:
         plan: Plan,
         fragments: Sequence[Sequence[str]],
         anchors: Mapping[str, Tensor],
+        outer: Optimizer,
         reducer: BoundReducer,
         wire: Wire,
         on_close: Callable[[], None],
     ) -> None:
-        self.outer = plan.outer(list(anchors.values()))
+        self.outer = outer
         """The outer optimizer, of the anchors; a `torch.optim.lr_scheduler` of it counts rounds: step it whenever
         `step()` returns True."""
         self.steps = 0
@@ -98,7 +100,7 @@ class LocalUpdate:
         self.steps += 1
         self._tokens = [count + (tokens or 0.0) for count in self._tokens]
         for fragment in self._plan.sending(self.steps):
-            self._send(fragment, self._fragments[fragment])
+            self._send(fragment)
         for _ in self._plan.arriving(self.steps):
             self._arrive(self._plan.merge)
         return self.steps % self._plan.every == 0
@@ -109,7 +111,7 @@ class LocalUpdate:
         self._arrive(self._plan.merge)
         late = [fragment for fragment, step in enumerate(self._sent) if step < self.steps]
         for fragment in late:
-            self._send(fragment, self._fragments[fragment])
+            self._send(fragment)
             self._arrive(0.0)
         self._restore()
 
@@ -170,17 +172,17 @@ class LocalUpdate:
         }
         if (there := {key: state.get(key) for key in here}) != here:
             raise ValueError(f"this local-update state is of {there}, expected {here}: load each rank's own")
+        if len(state["sent"]) != len(self._fragments):
+            raise ValueError(
+                f"the local-update state has {len(state['sent'])} fragments, expected {len(self._fragments)}"
+            )
         flying = state.get("in_flight")
         expected = {f"anchor.{name}": anchor for name, anchor in self._anchors.items()}
         if flying is not None:
             expected |= {f"arriving.{name}": self._anchors[name] for name in self._fragments[flying]}
         for key, tensor in expected.items():
-            if key not in state or state[key].shape != tensor.shape:
+            if not isinstance(state.get(key), Tensor) or state[key].shape != tensor.shape:
                 raise ValueError(f"the local-update state has no {key!r} of shape {tuple(tensor.shape)}")
-        if len(state["sent"]) != len(self._fragments):
-            raise ValueError(
-                f"the local-update state has {len(state['sent'])} fragments, expected {len(self._fragments)}"
-            )
         self._wait()
         prefix = "reducer."
         self._reducer.load_state_dict(
@@ -214,11 +216,11 @@ class LocalUpdate:
     # -- a fragment's way ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _send(self, fragment: int, names: Sequence[str]) -> None:
+    def _send(self, fragment: int) -> None:
         with self._rolled_back():
             weight = self._weight(fragment)
             self._reducer.begin()
-            named = {name: self._anchors[name] - self._parameters[name].detach() for name in names}
+            named = {name: self._anchors[name] - self._parameters[name] for name in self._fragments[fragment]}
             self._flight = _Flight(fragment, named, self._reducer.all_reduce(named, weight=weight))
         self._sent[fragment], self._tokens[fragment] = self.steps, 0.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -14,12 +14,20 @@ from torch.optim import Optimizer
 
 from thinwire.collectives import Slot, Wire
 from thinwire.data_parallel import attach
-from thinwire.data_parallel import parameters as of_model
 from thinwire.data_parallel.agreement import check_same_method, check_same_model
+from thinwire.data_parallel.parameters import (
+    check_parameters,
+    device_of,
+    is_sharded,
+    named_parameters,
+    slots_of,
+    trained_parameters,
+)
 from thinwire.local_update.engine import LocalUpdate
 from thinwire.local_update.fragments import cut
 from thinwire.local_update.method import Method
 from thinwire.reducers import Local
+from thinwire.reducers.reducer import is_configuration
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +54,18 @@ def local_update(
     Raises ValueError for parameters that cannot be averaged, an optimizer of other parameters, ranks with
     different models or methods; TypeError for sharded models.
     """
+    if not is_configuration(method, Method):
+        raise TypeError(f"local_update needs a method such as tw.DiLoCo(), got {method!r:.200}")
     bare = getattr(model, "_orig_mod", model)
-    if of_model.is_sharded(bare):
+    if is_sharded(bare):
         raise TypeError(f"local_update averages whole parameters, and those of {type(bare).__name__} are sharded")
     ddp = bare if isinstance(bare, DistributedDataParallel) else None
     module = ddp.module if ddp is not None else bare
-    parameters = of_model.named(module)
-    of_model.check(module, parameters)
-    _check_optimizer(optimizer, parameters)
-    device = of_model.device(parameters)
-    trained = of_model.trained(parameters)
+    parameters = named_parameters(module, ignored=ddp.parameters_to_ignore if ddp is not None else ())
+    check_parameters(module, parameters)
+    _check_optimizer(optimizer, module)
+    device = device_of(parameters)
+    trained = trained_parameters(parameters)
     if not trained:
         raise ValueError("local_update: the model has no parameters that take gradients")
     plan = method.plan()
@@ -68,17 +78,18 @@ def local_update(
         )
     wire = Wire(ddp.process_group if ddp is not None else group, device=device, timeout=timeout)
     try:
-        check_same_model(wire, of_model.slots(parameters))
+        check_same_model(wire, slots_of(parameters))
         check_same_method(wire, method)
         reducer = plan.reducer.bind([Slot(name, tuple(p.shape), _wide(p)) for name, p in trained.items()], wire)
         if ddp is None:
             _start_equal(module, wire)
+        anchors = {name: p.detach().to(_wide(p), copy=True) for name, p in trained.items()}
+        outer = plan.outer(list(anchors.values()))
         release = _take_over(model, ddp, timeout) if ddp is not None else lambda: None
     except BaseException:
         wire.close()
         raise
-    anchors = {name: p.detach().to(_wide(p), copy=True) for name, p in trained.items()}
-    return LocalUpdate(trained, plan, fragments, anchors, reducer, wire, release)
+    return LocalUpdate(trained, plan, fragments, anchors, outer, reducer, wire, release)
 
 
 def _wide(parameter: nn.Parameter) -> torch.dtype:
@@ -86,8 +97,8 @@ def _wide(parameter: nn.Parameter) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _check_optimizer(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    known = {id(parameter) for parameter in parameters.values()}
+def _check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    known = {id(parameter) for parameter in module.parameters()}
     optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if foreign := [parameter for parameter in optimized if id(parameter) not in known]:
         raise ValueError(

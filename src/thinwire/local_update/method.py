@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.reducers import Reducer
+from thinwire.reducers.reducer import check_reducer
 
 MakeOptimizer: TypeAlias = Callable[[list[Tensor]], Optimizer]
 """An optimizer of these tensors, such as `functools.partial(torch.optim.SGD, lr=0.7)`."""
@@ -39,13 +40,16 @@ class Plan:
     """Weight of a rank's own weights when the agreed ones arrive."""
 
     def __post_init__(self) -> None:
-        gap = self.every // max(self.count, 1)
+        check_reducer(self.reducer, "a local-update method")
+        every, count = self.every, self.count
+        gap = every // max(count, 1) if isinstance(every, int) else 0
         for key, value, fine, what in [
-            ("every", self.every, self.every >= 1, "at least 1"),
-            ("fragments", self.fragments, 1 <= self.count <= self.every, f"1 to every, {self.every}"),
+            ("every", every, isinstance(every, int) and every >= 1, "a whole number of at least 1"),
+            ("fragments", self.fragments, isinstance(every, int) and 1 <= count <= every, f"1 to every, {every}"),
             ("order", self.order, self.order in ("strided", "sequential"), "'strided' or 'sequential'"),
-            ("delay", self.delay, 0 <= self.delay < gap, f"0 to every // fragments - 1, {gap - 1}"),
+            ("delay", self.delay, self.delay in range(gap), f"0 to every // fragments - 1, {gap - 1}"),
             ("merge", self.merge, 0.0 <= self.merge <= 1.0, "from 0 to 1"),
+            ("outer", self.outer, callable(self.outer), "a function of the tensors that it moves"),
         ]:
             if not fine:
                 raise ValueError(f"{key} must be {what}, got {value!r}")
@@ -65,6 +69,7 @@ class Plan:
         return [p for p in range(self.count) if (p + 1) * self.every // self.count == within]
 
 
+@runtime_checkable
 class Method(Protocol):
     """A frozen configuration."""
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from thinwire.data_parallel.names import plain_name
+from thinwire.data_parallel.parameters import plain_name
 from thinwire.train.checkpoint import generators, optimizer_state
 from thinwire.train.checkpoint.manifest import JSON, CheckpointError
 from thinwire.train.checkpoint.ranks import Ranks
