@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.collectives import CHUNK, Layout, Place, Slot
+from thinwire.collectives.layout import LEAST_CHUNK
 
 BLOCKS = (1, 8, 16, 48, 128, 1024, 2 * CHUNK)
 
@@ -112,6 +113,16 @@ def test_chunks_cut_messages_into_consecutive_columns_of_whole_blocks(
             assert 0 < segment.length <= span
             column += span
     assert position == layout.length
+
+
+def test_a_short_message_too_travels_in_several_chunks() -> None:
+    weights = tuple(Slot(f"layer{i}", (2, LEAST_CHUNK // 2)) for i in range(32))
+    assert [len(Layout(weights[:n], 2, block=16).chunks) for n in (1, 2, 16, 32)] == [1, 1, 8, 8]
+    long = Slot("long", (2, 3 * CHUNK))
+    assert [chunk.spans for chunk in Layout((*weights[:2], long), 2, block=16).chunks] == [
+        (LEAST_CHUNK // 2, LEAST_CHUNK // 2),
+        *[(CHUNK,)] * 3,
+    ]
 
 
 @checked

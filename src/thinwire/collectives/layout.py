@@ -8,7 +8,7 @@ and the call's work buffer is a matrix (world size, message length).
 A message travels in *chunks*: columns of that matrix. Chunks consist of *spans*, over which scales never
 reach: a piece longer than CHUNK is cut into spans from its own start, short spans share a chunk. A span
 depends on its slot and the world size alone, never on the call (a DDP bucket, say) it travels in: the layout
-is part of the numerics.
+is part of the numerics. Chunks are not: of a short message they are smaller, so that it too travels in several.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ import torch
 
 CHUNK = 1 << 17
 """Largest chunk and longest span, in elements. A constant of the layout, so never tuned at run time."""
+
+LEAST_CHUNK = 1 << 15
+"""Elements below which a chunk is not made smaller: each costs two collectives."""
+CHUNKS = 8
+"""Into how many chunks a message is cut, if its spans allow it. On a slow wire a message of one or two chunks
+takes a third longer: whoever is ready first is sent everything at once, by everybody."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,8 @@ def _place(slots: Sequence[Slot], world_size: int, block: int) -> tuple[Place, .
 
 def _cut(places: Sequence[Place], block: int) -> tuple[Chunk, ...]:
     longest = max(CHUNK // block, 1) * block  # CHUNK in whole blocks
+    message = places[-1].offset + places[-1].padded if places else 0
+    room = min(longest, max(LEAST_CHUNK, message // CHUNKS))
     chunks: list[Chunk] = []
     start, column = 0, 0
     spans: list[int] = []
@@ -137,7 +145,7 @@ def _cut(places: Sequence[Place], block: int) -> tuple[Chunk, ...]:
     for place in places:
         for begin in range(0, place.padded, longest):
             span = min(longest, place.padded - begin)
-            if column + span > longest:
+            if column + span > room:
                 close()
             spans.append(span)
             segments.append(Segment(place, begin, min(span, place.piece - begin), column))
