@@ -4,7 +4,16 @@ from thinwire import recipes
 from thinwire.collectives import CollectiveError
 from thinwire.data_parallel import Link, attach
 from thinwire.geometry import GIFT, Hadamard
-from thinwire.local_update import DiLoCo, StreamingDiLoCo, local_update
+from thinwire.local_update import (
+    DiLoCo,
+    LocalSGD,
+    MuLoCo,
+    Pier,
+    PostLocalSGD,
+    SlowMo,
+    StreamingDiLoCo,
+    local_update,
+)
 from thinwire.reducers import After, Dense, Local, Quantized, Routed
 
 __all__ = [
@@ -16,8 +25,13 @@ __all__ = [
     "Hadamard",
     "Link",
     "Local",
+    "LocalSGD",
+    "MuLoCo",
+    "Pier",
+    "PostLocalSGD",
     "Quantized",
     "Routed",
+    "SlowMo",
     "StreamingDiLoCo",
     "attach",
     "local_update",

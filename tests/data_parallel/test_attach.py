@@ -119,8 +119,8 @@ def ranks() -> list[dict[str, Any]]:
         ("foreign", "ValueError", "has a communication hook already"),
         ("python reducer", "ValueError", "optimize_ddp = 'python_reducer'"),
         ("bare", "TypeError", "in a world of 2 ranks, got Layers: wrap it first"),
-        ("FSDP2", "TypeError", "those of FSDPLayers are sharded: use DistributedDataParallel"),
-        ("FSDP1", "TypeError", "those of FullyShardedDataParallel are sharded"),
+        ("FSDP2", "ValueError", "attach: the parameters of FSDPLayers are sharded; say which ranks hold the same"),
+        ("FSDP1", "TypeError", "attach does not know FullyShardedDataParallel: shard with fully_shard"),
         ("no reducer", "TypeError", "attach needs a reducer such as tw.Quantized"),
     ],
 )
@@ -128,7 +128,7 @@ def test_what_attach_refuses_it_refuses_in_a_sentence_on_every_rank(
     ranks: list[dict[str, Any]], what: str, error: str, message: str
 ) -> None:
     for rank in ranks:
-        assert rank["refusals"][what].startswith(f"{error}: ")
+        assert rank["refusals"][what].startswith(f"{error}: "), rank["refusals"][what]
         assert message in rank["refusals"][what]
 
 

@@ -7,6 +7,7 @@ all-reduce 2 (W-1)/W n, ring all-gather (W-1) n, direct all-to-all n to each pee
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,7 +26,8 @@ class LedgerRow:
     """"scatter" (contributions on their way to owners), "gather" (means on their way back), "dense" or
     "control"."""
     scope: str
-    """The group of ranks: "world" is all that average together."""
+    """The ranks: "world" is all that average together, "group" the groups among them, "between groups" one rank of
+    each."""
     calls: int = 0
     payload_bytes: int = 0
     sent_bytes: int = 0
@@ -36,26 +38,30 @@ class Ledger:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str], LedgerRow] = {}
+        self._lock = threading.Lock()  # workers of several wires may share a ledger
 
     def record(self, op: str, *, phase: str, scope: str, payload_bytes: int, sent_bytes: int) -> None:
         """Add one collective."""
         key = (op, phase, scope)
-        row = self._rows.get(key) or LedgerRow(*key)
-        self._rows[key] = replace(
-            row,
-            calls=row.calls + 1,
-            payload_bytes=row.payload_bytes + payload_bytes,
-            sent_bytes=row.sent_bytes + sent_bytes,
-        )
+        with self._lock:
+            row = self._rows.get(key) or LedgerRow(*key)
+            self._rows[key] = replace(
+                row,
+                calls=row.calls + 1,
+                payload_bytes=row.payload_bytes + payload_bytes,
+                sent_bytes=row.sent_bytes + sent_bytes,
+            )
 
     def rows(self) -> list[LedgerRow]:
         """One row per op, phase and scope, in the order of their first use."""
-        return list(self._rows.values())
+        with self._lock:
+            return list(self._rows.values())
 
-    def sent_bytes(self, *, control: bool = False) -> int:
+    def sent_bytes(self, *, control: bool = False, scope: str | None = None) -> int:
         """Bytes this rank sent since the ledger began: training data (payload and scales), or with
-        `control=True` the control traffic instead. Take the difference of two calls for what lies between."""
-        return sum(row.sent_bytes for row in self._select(control))
+        `control=True` the control traffic instead; of one scope or (None) of all. Take the difference of two calls
+        for what lies between."""
+        return sum(row.sent_bytes for row in self._select(control) if scope in (None, row.scope))
 
     def summary(self) -> dict[str, Any]:
         """Plain data, fit for JSON: `sent_bytes` and `control_sent_bytes`, as `sent_bytes()` counts them, and

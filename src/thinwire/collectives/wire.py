@@ -7,6 +7,7 @@ cannot meet, and each is used by the one worker thread alone, control traffic by
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
@@ -26,7 +27,8 @@ class Wire:
     `group` None is the default process group, or a world of one rank where none is initialised. `timeout`
     None is that of the group. Making a wire and asking for a phase are collective: all ranks of the group
     do both in the same order. `phases` are process groups that an earlier wire over the same group left (a
-    process group costs threads and sockets until the program ends); this one adds its own to them.
+    process group costs threads and sockets until the program ends); this one adds its own to them. `ledger`
+    (None: one of its own) counts this wire's bytes too.
     """
 
     def __init__(
@@ -37,12 +39,13 @@ class Wire:
         timeout: timedelta | None = None,
         scope: str = "world",
         phases: dict[str, dist.ProcessGroup] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.scope = scope
         """What the ledger calls this group."""
         self.device = device or torch.device("cpu")
         """Where the tensors are that travel."""
-        self.ledger = Ledger()
+        self.ledger = ledger or Ledger()
         self.keeps_memory = False
         """Whether a reducer on this wire keeps error memory, so that all of them watch for non-finite means."""
         self.rank, self.world_size = 0, 1
@@ -72,6 +75,17 @@ class Wire:
             dist.all_reduce(torch.zeros(1, device=self.device), group=new)
             self._phases[name] = new
         return self._phases[name]
+
+    def part(self, members: Sequence[int], scope: str) -> Wire:
+        """The wire of some of these ranks, of which this one is one, by their numbers in this wire: with the same
+        worker and ledger. Collective among them."""
+        part = copy.copy(self)
+        part.scope, part._phases = scope, {}
+        part.ranks = [self.ranks[member] for member in members]
+        part.rank, part.world_size = members.index(self.rank), len(members)
+        if part.world_size > 1:
+            part.phase(CONTROL)
+        return part
 
     @property
     def busy_seconds(self) -> float:

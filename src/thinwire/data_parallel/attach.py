@@ -9,11 +9,13 @@ from typing import cast
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import Wire
+from thinwire.collectives import Ledger, Wire
 from thinwire.data_parallel.agreement import check_same_model, check_same_reducer
 from thinwire.data_parallel.ddp import trampoline_of
+from thinwire.data_parallel.fsdp import attach_fsdp, is_fsdp2, replicate_group
 from thinwire.data_parallel.inputs import InputWatch
 from thinwire.data_parallel.link import Link
 from thinwire.data_parallel.parameters import check_parameters, device_of, is_sharded, named_parameters, slots_of
@@ -22,25 +24,41 @@ from thinwire.reducers import Reducer
 from thinwire.reducers.reducer import check_reducer
 
 
-def attach(model: nn.Module, reducer: Reducer, *, timeout: timedelta | None = None) -> Link:
+def attach(
+    model: nn.Module,
+    reducer: Reducer,
+    *,
+    replicate: DeviceMesh | None = None,
+    timeout: timedelta | None = None,
+    ledger: Ledger | None = None,
+) -> Link:
     """Average the gradients of `model` through `reducer` from the next backward pass on.
 
-    `model` is a DistributedDataParallel model, compiled or not; in a world of one rank any module will do,
-    and nothing happens to its gradients. Collective: call it on all ranks at the same point. `timeout` ends a
-    collective that hangs (None: that of DDP's process group); the error names rank, op and slots.
+    `model` is a DistributedDataParallel model, compiled or not, or one that FSDP2 shards, of which each rank
+    averages its shards with the ranks along the mesh dimension `replicate`, after FSDP2 has reduced them over the
+    other; in a world of one rank any module will do, and nothing happens to its gradients. Collective: call it on
+    all ranks at the same point. `timeout` ends a collective that hangs (None: that of the process group); the
+    error names rank, op and slots. `ledger`: where bytes are counted (None: in one of the link's own).
 
-    Raises ValueError for a parameter that cannot be averaged, ranks with different models or reducers, a model
-    that has a link or another communication hook already; TypeError for other kinds of models.
+    Of an FSDP2 model all parameters must get gradients, FSDP2 waits for the mean of each module, and layer inputs
+    are not observed (no GIFT). Raises ValueError for a parameter that cannot be averaged, ranks with different
+    models or reducers, a model that has a link or another communication hook already, a sharded one without
+    `replicate`; TypeError for other kinds of models.
     """
     check_reducer(reducer, "attach")
     called, model = model, getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):
-        return _attach_ddp(model, reducer, timeout, called)
+        if replicate is not None:
+            raise ValueError("attach: replicate is for sharded models; DDP averages over its process group")
+        return _attach_ddp(model, reducer, timeout, ledger, called)
     if is_sharded(model):
-        raise TypeError(
-            f"attach averages whole parameters, and those of {type(model).__name__} are sharded: "
-            "use DistributedDataParallel(model) instead of sharding it"
-        )
+        group = replicate_group(model, replicate, "attach")
+        if not is_fsdp2(model):
+            raise TypeError(
+                f"attach has no place to average gradients in a backward pass of {type(model).__name__}, which is "
+                "tensor-parallel alone: wrap it with fully_shard, or use tw.local_update"
+            )
+        return attach_fsdp(model, reducer, group, timeout, ledger)
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if world_size > 1:
         raise TypeError(
@@ -49,12 +67,16 @@ def attach(model: nn.Module, reducer: Reducer, *, timeout: timedelta | None = No
         )
     parameters = named_parameters(model)
     check_parameters(model, parameters)
-    wire, slots = Wire(device=device_of(parameters)), slots_of(parameters)
+    wire, slots = Wire(device=device_of(parameters), ledger=ledger), slots_of(parameters)
     return Link(parameters, slots, reducer.bind(slots, wire), wire, on_detach=lambda: None)
 
 
 def _attach_ddp(
-    ddp: DistributedDataParallel, reducer: Reducer, timeout: timedelta | None, called: nn.Module
+    ddp: DistributedDataParallel,
+    reducer: Reducer,
+    timeout: timedelta | None,
+    ledger: Ledger | None,
+    called: nn.Module,
 ) -> Link:
     """`called`: the module that the user calls, `ddp` or what torch.compile made of it."""
     parameters = named_parameters(ddp.module, ignored=ddp.parameters_to_ignore)
@@ -64,7 +86,8 @@ def _attach_ddp(
         raise ValueError("this model has a link already: call its detach() before attaching another reducer")
     slots = slots_of(parameters)
     phases = trampoline.phases.setdefault(timeout, {})
-    wire = Wire(ddp.process_group, device=device_of(parameters), timeout=timeout, phases=phases)
+    device = device_of(parameters)
+    wire = Wire(ddp.process_group, device=device, timeout=timeout, phases=phases, ledger=ledger)
 
     def give_back() -> None:
         """To plain DDP; a later link must not use process groups whose connections are closed."""

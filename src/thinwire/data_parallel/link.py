@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.collectives import Ledger, Slot, Wire
 from thinwire.data_parallel.agreement import ranks_that_differ
@@ -26,7 +26,7 @@ class Link:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         slots: Sequence[Slot],
         reducer: BoundReducer,
         wire: Wire,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.collectives import Slot
 
@@ -27,7 +27,14 @@ def trained_parameters(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.P
 
 def slots_of(parameters: Mapping[str, nn.Parameter]) -> list[Slot]:
     """As the reducer sees the trained ones."""
-    return [Slot(name, tuple(p.shape), p.dtype) for name, p in trained_parameters(parameters).items()]
+    return [Slot(name, tuple(local_part(p).shape), p.dtype) for name, p in trained_parameters(parameters).items()]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Of a DTensor what lies on this rank, of any other tensor all; knows nothing of autograd."""
+    tensor = tensor.detach()
+    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def check_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -40,8 +40,8 @@ class DiLoCo:
     def __post_init__(self) -> None:
         self.plan()
 
-    def plan(self) -> Plan:
-        return Plan(self.every, self.reducer, _outer(self))
+    def plan(self, total_steps: int | None = None) -> Plan:
+        return Plan(self.every, self.reducer, outer_sgd(self))
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ class StreamingDiLoCo:
     def __post_init__(self) -> None:
         self.plan()
 
-    def plan(self) -> Plan:
-        return Plan(self.every, self.reducer, _outer(self), self.fragments, self.order, self.delay, self.merge)
+    def plan(self, total_steps: int | None = None) -> Plan:
+        return Plan(self.every, self.reducer, outer_sgd(self), self.fragments, self.order, self.delay, self.merge)
 
 
-def _outer(method: DiLoCo | StreamingDiLoCo) -> MakeOptimizer:
+def outer_sgd(method: DiLoCo | StreamingDiLoCo) -> MakeOptimizer:
     if method.outer is not None:
         return method.outer
     momentum = method.outer_momentum

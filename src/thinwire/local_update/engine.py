@@ -6,25 +6,30 @@ the outer optimizer moves the anchor. The parameter then becomes the anchor, or 
 
     step:   1 ... every - delay        ... every
             inner steps   | send            | arrive: outer step on the anchor, merge
+
+In the first steps of some methods all ranks are *alike*, because they average their gradients in every step: then
+nothing is sent at the end of a round, and the anchor follows the parameter.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
 from thinwire.collectives import CollectiveError, Ledger, Wire
 from thinwire.data_parallel.agreement import ranks_that_differ
-from thinwire.local_update.method import Plan
+from thinwire.local_update.inner import Averaged, BoundInnerMean, Inner
+from thinwire.local_update.method import Moment, Plan
+from thinwire.local_update.weights import Weights
 from thinwire.reducers.reducer import BoundReducer, State
 
 logger = logging.getLogger(__name__)
@@ -47,31 +52,43 @@ class LocalUpdate:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        weights: Weights,
         plan: Plan,
         fragments: Sequence[Sequence[str]],
         anchors: Mapping[str, Tensor],
         outer: Optimizer,
         reducer: BoundReducer,
         wire: Wire,
-        on_close: Callable[[], None],
+        across: Wire,
+        optimizers: Sequence[Optimizer],
+        total_steps: int | None,
+        inner: Inner | None,
+        gradients: BoundInnerMean | None,
+        resources: ExitStack,
     ) -> None:
         self.outer = outer
         """The outer optimizer, of the anchors; a `torch.optim.lr_scheduler` of it counts rounds: step it whenever
         `step()` returns True."""
         self.steps = 0
         """Calls of `step()` so far."""
-        self._parameters = parameters
+        self._weights = weights
         self._plan = plan
         self._fragments = fragments
         self._anchors = anchors
         self._reducer = reducer
         self._wire = wire
-        self._on_close = on_close
+        self._across = across
+        self._optimizers = optimizers
+        self._total_steps = total_steps
+        self._inner = inner
+        self._gradients = gradients
+        self._resources = resources
         self._sent = [0] * len(fragments)  # after which step
         self._tokens = [0.0] * len(fragments)  # since then
         self._weighted: bool | None = None
+        self._inner_lr = self._inner_lr_now()  # when the last outer step was taken
         self._flight: _Flight | None = None
+        self._settle_who_averages()
         weakref.finalize(self, wire.release).atexit = False  # where nobody calls close()
 
     @property
@@ -99,16 +116,24 @@ class LocalUpdate:
         self._weighted = tokens is not None
         self.steps += 1
         self._tokens = [count + (tokens or 0.0) for count in self._tokens]
+        self._settle_who_averages()
         for fragment in self._plan.sending(self.steps):
-            self._send(fragment)
-        for _ in self._plan.arriving(self.steps):
-            self._arrive(self._plan.merge)
+            if self.steps + self._plan.delay > self._plan.alike:
+                self._send(fragment)
+        for fragment in self._plan.arriving(self.steps):
+            if self.steps <= self._plan.alike:
+                self._follow(fragment)
+            else:
+                self._arrive(self._plan.merge)
         return self.steps % self._plan.every == 0
 
     def finish(self) -> None:
         """Average what was done since each fragment was sent last, be it less than a round; all ranks then hold
         the agreed weights. Sends a whole round's bytes unless nothing was done."""
         self._arrive(self._plan.merge)
+        if self._alike:
+            self._follow_all()
+            return
         late = [fragment for fragment, step in enumerate(self._sent) if step < self.steps]
         for fragment in late:
             self._send(fragment)
@@ -118,20 +143,23 @@ class LocalUpdate:
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """A context in which the model holds the weights that were agreed on last, the same on all ranks: for
-        evaluation and export. Takes a copy of the model's parameters."""
-        own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        evaluation and export. Takes a copy of the model's parameters. While all ranks average their gradients,
+        those are the weights of now. Where ranks share the anchors, they all call it."""
+        if self._alike:
+            yield
+            return
+        own = self._weights.copies()
         self._restore()
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, parameter in self._parameters.items():
-                    parameter.copy_(own[name])
+                self._weights.restore(own)
 
     def verify(self) -> None:
         """Compare a hash of the agreed weights across ranks; 8 bytes of control traffic to each. Raises
         RuntimeError on every rank, naming those that differ from most."""
-        if differing := ranks_that_differ(self._wire, self._anchors.values()):
+        if differing := ranks_that_differ(self._across, self._anchors.values()):
             ranks = ", ".join(map(str, differing))
             raise RuntimeError(f"the agreed weights of rank {ranks} differ from those of the other ranks")
 
@@ -140,16 +168,18 @@ class LocalUpdate:
         rank's model and inner optimizer too. All ranks call this alike; it waits for what is in flight.
 
         `anchor.<name>`, `outer.<name>.<key>`, `arriving.<name>` (means that are not due yet), those of the
-        reducer after `reducer.`.
+        reducer after `reducer.`, of what averages gradients after `inner.`.
         """
         self._wait()
         state: State = {
             "format_version": FORMAT_VERSION,
             "rank": self._wire.rank,
             "world_size": self._wire.world_size,
+            "total_steps": self._total_steps,
             "steps": self.steps,
             "sent": list(self._sent),
             "tokens": list(self._tokens),
+            "inner_lr": self._inner_lr,
         }
         state |= {f"anchor.{name}": anchor.clone() for name, anchor in self._anchors.items()}
         if self._flight is not None:
@@ -161,7 +191,9 @@ class LocalUpdate:
         for index, name in enumerate(self._anchors):
             for key, value in outer["state"].get(index, {}).items():
                 state[f"outer.{name}.{key}"] = value.clone() if isinstance(value, Tensor) else value
-        return state | {f"reducer.{key}": value for key, value in self._reducer.state_dict().items()}
+        state |= {f"reducer.{key}": value for key, value in self._reducer.state_dict().items()}
+        inner = self._inner.state_dict() if self._inner is not None else {}
+        return state | {f"inner.{key}": value for key, value in inner.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank. Raises ValueError naming what does not fit."""
@@ -169,6 +201,7 @@ class LocalUpdate:
             "format_version": FORMAT_VERSION,
             "rank": self._wire.rank,
             "world_size": self._wire.world_size,
+            "total_steps": self._total_steps,
         }
         if (there := {key: state.get(key) for key in here}) != here:
             raise ValueError(f"this local-update state is of {there}, expected {here}: load each rank's own")
@@ -179,24 +212,26 @@ class LocalUpdate:
         flying = state.get("in_flight")
         expected = {f"anchor.{name}": anchor for name, anchor in self._anchors.items()}
         if flying is not None:
-            expected |= {f"arriving.{name}": self._anchors[name] for name in self._fragments[flying]}
+            arriving = self._weights.kept(self._fragments[flying])
+            expected |= {f"arriving.{name}": self._anchors[name] for name in arriving}
         for key, tensor in expected.items():
             if not isinstance(state.get(key), Tensor) or state[key].shape != tensor.shape:
                 raise ValueError(f"the local-update state has no {key!r} of shape {tuple(tensor.shape)}")
         self._wait()
-        prefix = "reducer."
-        self._reducer.load_state_dict(
-            {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-        )
+        self._reducer.load_state_dict(_under("reducer.", state))
+        if self._inner is not None:
+            self._inner.load_state_dict(_under("inner.", state))
         for name, anchor in self._anchors.items():
             anchor.copy_(state[f"anchor.{name}"])
         self._load_outer(state)
         self.steps, self._sent, self._tokens = state["steps"], list(state["sent"]), list(state["tokens"])
+        self._inner_lr = state["inner_lr"]
+        self._settle_who_averages()
         self._flight = None
         if flying is not None:
             means = {
                 name: state[f"arriving.{name}"].to(self._wire.device, copy=True)
-                for name in self._fragments[flying]
+                for name in self._weights.kept(self._fragments[flying])
             }
             self._flight = _Flight(flying, means, None)
 
@@ -206,12 +241,12 @@ class LocalUpdate:
         states = [value for state in self.outer.state.values() for value in state.values()]
         flying = list(self._flight.named.values()) if self._flight else []
         tensors = [*self._anchors.values(), *flying, *(v for v in states if isinstance(v, Tensor))]
-        return sum(tensor.nbytes for tensor in tensors) + self._reducer.memory_bytes()
+        inner = self._inner.memory_bytes() if self._inner is not None else 0
+        return sum(tensor.nbytes for tensor in tensors) + self._reducer.memory_bytes() + inner
 
     def close(self) -> None:
         """Give a DDP model its own gradient averaging back. What is in flight is dropped."""
-        self._on_close()
-        self._wire.close()
+        self._resources.close()
 
     # -- a fragment's way ----------------------------------------------------------------------------------
 
@@ -220,7 +255,7 @@ class LocalUpdate:
         with self._rolled_back():
             weight = self._weight(fragment)
             self._reducer.begin()
-            named = {name: self._anchors[name] - self._parameters[name] for name in self._fragments[fragment]}
+            named = self._pseudo_gradient(fragment)
             self._flight = _Flight(fragment, named, self._reducer.all_reduce(named, weight=weight))
         self._sent[fragment], self._tokens[fragment] = self.steps, 0.0
 
@@ -231,12 +266,7 @@ class LocalUpdate:
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        if all(bool(mean.isfinite().all()) for mean in flight.named.values()):
-            for name, mean in flight.named.items():
-                self._anchors[name].grad = mean
-            self.outer.step()
-            self.outer.zero_grad()
-        else:
+        if not self._move(flight.named):
             logger.warning(
                 "step %d: the mean of fragment %d is not finite: all ranks go back to its agreed weights",
                 self.steps,
@@ -244,8 +274,60 @@ class LocalUpdate:
             )
             merge = 0.0
         for name in flight.named:
-            parameter, anchor = self._parameters[name], self._anchors[name]
-            parameter.copy_(anchor.lerp(parameter.to(anchor.dtype), merge) if merge else anchor)
+            own, anchor = self._weights[name], self._anchors[name].to(self._wire.device)
+            own.copy_(anchor.lerp(own.to(anchor.dtype), merge) if merge else anchor)
+        with self._rolled_back():
+            self._weights.spread(self._fragments[flight.fragment])
+
+    @torch.no_grad()
+    def _follow(self, fragment: int) -> None:
+        """Of ranks that are alike: the anchors become the weights, and the outer optimizer sees the way there."""
+        if self._plan.settings is not None:
+            self._move(self._pseudo_gradient(fragment))
+        for name in self._weights.kept(self._fragments[fragment]):
+            self._anchors[name].copy_(self._weights[name])
+        self._sent[fragment], self._tokens[fragment] = self.steps, 0.0
+
+    @torch.no_grad()
+    def _follow_all(self) -> None:
+        for name, anchor in self._anchors.items():
+            anchor.copy_(self._weights[name])
+
+    def _pseudo_gradient(self, fragment: int) -> dict[str, Tensor]:
+        """Anchor - parameter, on the device of the parameters."""
+        names = self._weights.kept(self._fragments[fragment])
+        return {name: self._anchors[name].to(self._wire.device) - self._weights[name] for name in names}
+
+    def _move(self, means: Mapping[str, Tensor]) -> bool:
+        """Take a step of the outer optimizer along these; False, and no step, if one is not finite."""
+        if not all(bool(mean.isfinite().all()) for mean in means.values()):
+            return False
+        if self._plan.settings is not None:
+            progress = self.steps / self._total_steps if self._total_steps else None
+            moment = Moment(progress, self._inner_lr_now(), self._inner_lr, self._alike)
+            for group in self.outer.param_groups:
+                group.update(self._plan.settings(moment))
+        for name, mean in means.items():
+            self._anchors[name].grad = mean.to(self._anchors[name].device)
+        self.outer.step()
+        self.outer.zero_grad()
+        self._inner_lr = self._inner_lr_now()
+        return True
+
+    @property
+    def _alike(self) -> bool:
+        """Whether the ranks have averaged their gradients in all steps so far."""
+        return self.steps <= self._plan.alike and self._plan.alike > 0
+
+    def _settle_who_averages(self) -> None:
+        """In the step that comes: all ranks while they are alike, then the ranks of a group."""
+        if self._gradients is not None:
+            self._gradients.alike = self.steps < self._plan.alike
+        if isinstance(self._inner, Averaged):
+            self._inner.next_step()
+
+    def _inner_lr_now(self) -> float:
+        return float(self._optimizers[0].param_groups[0]["lr"])
 
     def _wait(self) -> None:
         if self._flight is not None and self._flight.future is not None:
@@ -259,7 +341,8 @@ class LocalUpdate:
             return 1.0
         own = torch.tensor([self._tokens[fragment]], dtype=torch.float64, device=self._wire.device)
         total = self._wire.control_all_reduce(own.clone())
-        return float(own / total) * self._wire.world_size if float(total) > 0 else 1.0
+        share = float(self._weights.sum_over_group(own) / total) if float(total) > 0 else 1 / self._wire.world_size
+        return share * self._wire.world_size / self._weights.sharers
 
     @contextmanager
     def _rolled_back(self) -> Iterator[None]:
@@ -268,13 +351,18 @@ class LocalUpdate:
             yield
         except CollectiveError:
             self._flight = None
-            self._restore()
+            try:
+                self._restore()
+            except CollectiveError as error:  # only where ranks share the anchors
+                logger.error("the weights agreed last cannot be put together: %s", error)
             raise
 
     @torch.no_grad()
     def _restore(self) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self._anchors[name])
+        """The agreed weights."""
+        for name, anchor in self._anchors.items():
+            self._weights[name].copy_(anchor)
+        self._weights.spread(self._weights.names)
 
     def _load_outer(self, state: Mapping[str, Any]) -> None:
         """By name, into the optimizer's own order."""
@@ -289,3 +377,7 @@ class LocalUpdate:
             if found := {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}:
                 states[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in found.items()}
         self.outer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _under(prefix: str, state: Mapping[str, Any]) -> State:
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from thinwire.collectives import Slot, Wire
+from thinwire.collectives import Wire
 from thinwire.data_parallel import attach
 from thinwire.data_parallel.agreement import check_same_method, check_same_model
+from thinwire.data_parallel.fsdp import is_fsdp2, replicate_group
 from thinwire.data_parallel.parameters import (
     check_parameters,
     device_of,
     is_sharded,
+    local_part,
     named_parameters,
     slots_of,
     trained_parameters,
 )
 from thinwire.local_update.engine import LocalUpdate
 from thinwire.local_update.fragments import cut
-from thinwire.local_update.method import Method
-from thinwire.reducers import Local
+from thinwire.local_update.inner import Averaged, BoundInnerMean, Inner, InnerMean, members_of_group
+from thinwire.local_update.method import Method, Plan
+from thinwire.local_update.weights import Weights, wide
 from thinwire.reducers.reducer import is_configuration
 
 logger = logging.getLogger(__name__)
@@ -36,75 +43,193 @@ FEW_ROUNDS = 50
 
 def local_update(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     method: Method,
     *,
     total_steps: int | None = None,
     group: dist.ProcessGroup | None = None,
+    replicate: DeviceMesh | None = None,
     timeout: timedelta | None = None,
 ) -> LocalUpdate:
     """Let every rank train `model` with `optimizer` on its own data, and average as `method` says.
 
     `model` is a bare module, which then gets the parameters and buffers of rank 0, or a DistributedDataParallel
-    model, whose own averaging of gradients and buffers stops until `close()`. `group` (None: DDP's, or the
-    default one) are the ranks that average; without torch.distributed a world of one. Collective: call it on all
-    ranks at the same point. `timeout` ends a collective that hangs (None: that of the group). With `total_steps`,
-    the steps of the run, a warning says if they are too few rounds for an outer optimizer.
+    model, whose own averaging of gradients and buffers stops until `close()`, or a sharded one (FSDP2, tensor
+    parallel), of which every rank averages its own shards with the ranks along the mesh dimension `replicate`:
+    these must start equal. `group` (None: DDP's, or the default one) are the ranks that average whole parameters;
+    without torch.distributed a world of one. Several optimizers, such as Muon and AdamW, are given as a list.
+
+    Where the method averages gradients in every step, that happens in the backward pass of a DDP or FSDP2 model,
+    and of any other when the first optimizer takes its step, after the script has clipped each rank's own.
+
+    Collective: call it on all ranks at the same point. `timeout` ends a collective that hangs (None: that of the
+    group). With `total_steps`, the steps of the run, a warning says if they are too few rounds for an outer
+    optimizer; some methods need it.
 
     Raises ValueError for parameters that cannot be averaged, an optimizer of other parameters, ranks with
-    different models or methods; TypeError for sharded models.
+    different models or methods, a sharded model without `replicate`; TypeError for FSDP1.
     """
     if not is_configuration(method, Method):
         raise TypeError(f"local_update needs a method such as tw.DiLoCo(), got {method!r:.200}")
-    bare = getattr(model, "_orig_mod", model)
-    if is_sharded(bare):
-        raise TypeError(f"local_update averages whole parameters, and those of {type(bare).__name__} are sharded")
-    ddp = bare if isinstance(bare, DistributedDataParallel) else None
-    module = ddp.module if ddp is not None else bare
-    parameters = named_parameters(module, ignored=ddp.parameters_to_ignore if ddp is not None else ())
-    check_parameters(module, parameters)
-    _check_optimizer(optimizer, module)
-    device = device_of(parameters)
-    trained = trained_parameters(parameters)
-    if not trained:
-        raise ValueError("local_update: the model has no parameters that take gradients")
-    plan = method.plan()
-    sizes = {name: p.numel() * _wide(p).itemsize for name, p in trained.items()}
-    fragments = cut(sizes, plan.fragments, plan.order)
+    if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
+        raise ValueError(f"total_steps must be the steps of the run, got {total_steps!r}")
+    plan = method.plan(total_steps)
+    target = _Target.of(model, group, replicate, plan)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    _check_optimizers(optimizers, target.module)
     if total_steps is not None and total_steps < FEW_ROUNDS * plan.every:
         logger.warning(
-            "%d steps are %d rounds of %d: the momentum of an outer optimizer takes some %d to pay",
+            "%d steps are %d rounds of %d: outer momentum and its schedules need some %d, and with fewer a run "
+            "ends above plain averaging",
             *(total_steps, total_steps // plan.every, plan.every, FEW_ROUNDS),
         )
-    wire = Wire(ddp.process_group if ddp is not None else group, device=device, timeout=timeout)
-    try:
-        check_same_model(wire, slots_of(parameters))
+    sizes = {name: local_part(p).numel() * wide(p).itemsize for name, p in target.trained.items()}
+    fragments = cut(sizes, plan.fragments, plan.order)
+    with ExitStack() as stack:
+        wire = _closing(stack, Wire(target.group, device=device_of(target.parameters), timeout=timeout))
+        check_same_model(wire, slots_of(target.parameters))
         check_same_method(wire, method)
-        reducer = plan.reducer.bind([Slot(name, tuple(p.shape), _wide(p)) for name, p in trained.items()], wire)
-        if ddp is None:
-            _start_equal(module, wire)
-        anchors = {name: p.detach().to(_wide(p), copy=True) for name, p in trained.items()}
-        outer = plan.outer(list(anchors.values()))
-        release = _take_over(model, ddp, timeout) if ddp is not None else lambda: None
-    except BaseException:
-        wire.close()
-        raise
-    return LocalUpdate(trained, plan, fragments, anchors, outer, reducer, wire, release)
-
-
-def _wide(parameter: nn.Parameter) -> torch.dtype:
-    """Of an anchor: what a narrow parameter rounds away must not be lost from round to round."""
-    return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    known = {id(parameter) for parameter in module.parameters()}
-    optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if foreign := [parameter for parameter in optimized if id(parameter) not in known]:
-        raise ValueError(
-            f"local_update: the optimizer has {len(foreign)} of {len(optimized)} parameters that are not the "
-            "model's: build it from model.parameters() after the model is where it trains"
+        if not target.sharded and target.ddp is None:
+            _start_equal(target.module, wire)
+        inner, gradients = _average_gradients(target, plan, optimizers, wire, stack, timeout)
+        weights, across = _share(target, plan, wire, stack, timeout)
+        slots = weights.slots()
+        reducer = plan.reducer.bind(slots, across)
+        home = torch.device("cpu") if plan.offload else wire.device
+        anchors = {slot.name: _anchor(weights[slot.name], slot.dtype, home) for slot in slots}
+        return LocalUpdate(
+            weights=weights,
+            plan=plan,
+            fragments=fragments,
+            anchors=anchors,
+            outer=plan.outer(list(anchors.values())),
+            reducer=reducer,
+            wire=wire,
+            across=across,
+            optimizers=optimizers,
+            total_steps=total_steps,
+            inner=inner,
+            gradients=gradients,
+            resources=stack.pop_all(),
         )
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The model, and who holds what of it."""
+
+    called: nn.Module
+    """What the script calls: perhaps compiled."""
+    module: nn.Module
+    """Without DDP."""
+    ddp: DistributedDataParallel | None
+    sharded: bool
+    group: dist.ProcessGroup | None
+    """The ranks that average."""
+    replicate: DeviceMesh | None
+    parameters: Mapping[str, nn.Parameter]
+
+    @classmethod
+    def of(
+        cls, called: nn.Module, group: dist.ProcessGroup | None, replicate: DeviceMesh | None, plan: Plan
+    ) -> _Target:
+        bare = getattr(called, "_orig_mod", called)
+        sharded = is_sharded(bare)
+        ddp = bare if isinstance(bare, DistributedDataParallel) else None
+        if ddp is not None:
+            if replicate is not None:
+                raise ValueError(
+                    "local_update: replicate is for sharded models; DDP averages over its process group"
+                )
+            group = ddp.process_group
+        if sharded:
+            group = replicate_group(bare, replicate, "local_update")
+            if plan.groups is not None:
+                raise ValueError(
+                    "groups: those of a sharded model are the ranks that share its shards; leave the number out"
+                )
+        elif replicate is not None:
+            group = replicate.get_group()
+        if plan.share_anchors and plan.groups is None:
+            raise ValueError("shard_reference shares anchors among the ranks of a group: say how many groups")
+        module = ddp.module if ddp is not None else bare
+        parameters = named_parameters(module, ignored=ddp.parameters_to_ignore if ddp is not None else ())
+        check_parameters(module, parameters)
+        if not trained_parameters(parameters):
+            raise ValueError("local_update: the model has no parameters that take gradients")
+        return cls(called, module, ddp, sharded, group, replicate, parameters)
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        return trained_parameters(self.parameters)
+
+
+def _average_gradients(
+    target: _Target,
+    plan: Plan,
+    optimizers: Sequence[Optimizer],
+    wire: Wire,
+    stack: ExitStack,
+    timeout: timedelta | None,
+) -> tuple[Inner | None, BoundInnerMean | None]:
+    """What averages gradients between the rounds, if anything is to; DDP's own averaging ends in any case."""
+    mean = InnerMean(plan.inner, plan.groups, alike=plan.alike > 0)
+    averages = plan.alike > 0 or plan.groups is not None
+    if target.ddp is not None:
+        stack.callback(setattr, target.ddp, "broadcast_buffers", target.ddp.broadcast_buffers)
+        target.ddp.broadcast_buffers = False
+    if target.ddp is not None or (averages and is_fsdp2(target.module)):
+        link = attach(target.called, mean, replicate=target.replicate, timeout=timeout, ledger=wire.ledger)
+        stack.callback(link.detach)
+        return link, cast(BoundInnerMean, link.reducer)
+    if not averages:
+        return None, None
+    own = _closing(stack, Wire(target.group, device=wire.device, timeout=timeout, ledger=wire.ledger))
+    bound = mean.bind(slots_of(target.parameters), own)
+    held = {name: p for name, p in target.trained.items() if local_part(p).numel()}
+    averaged = Averaged(optimizers, held, bound)
+    stack.callback(averaged.detach)
+    return averaged, bound
+
+
+def _share(
+    target: _Target, plan: Plan, wire: Wire, stack: ExitStack, timeout: timedelta | None
+) -> tuple[Weights, Wire]:
+    """What of the weights this rank averages, and with whom."""
+    if not plan.share_anchors or plan.groups is None or wire.world_size == 1:
+        return Weights(target.trained), wire
+    members = members_of_group(plan.groups, wire)
+    size, place = len(members), wire.rank - members[0]
+    # Of its own, not a part of `wire`: when a rank of another group is gone, the group still has to go back.
+    ranks = [wire.ranks[member] for member in members]
+    made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    group = _closing(stack, Wire(made, device=wire.device, timeout=timeout, scope="group", ledger=wire.ledger))
+    group.phase("gather")
+    across = wire.part(range(place, wire.world_size, size), "between groups")
+    return Weights(target.trained, group), across
+
+
+def _closing(stack: ExitStack, wire: Wire) -> Wire:
+    stack.callback(wire.close)
+    return wire
+
+
+def _anchor(weights: Tensor, dtype: torch.dtype, home: torch.device) -> Tensor:
+    anchor = weights.to(home, dtype, copy=True)
+    return anchor.pin_memory() if home.type == "cpu" and weights.is_cuda else anchor
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    known = {id(parameter) for parameter in module.parameters()}
+    if not optimizers:
+        raise ValueError("local_update needs the optimizer that trains the model, got none")
+    for optimizer in optimizers:
+        optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if foreign := [parameter for parameter in optimized if id(parameter) not in known]:
+            raise ValueError(
+                f"local_update: the optimizer has {len(foreign)} of {len(optimized)} parameters that are not the "
+                "model's: build it from model.parameters() after the model is where it trains"
+            )
 
 
 @torch.no_grad()
@@ -114,15 +239,3 @@ def _start_equal(module: nn.Module, wire: Wire) -> None:
         whole = tensor.detach().contiguous()
         wire.control_broadcast(whole)
         tensor.copy_(whole)
-
-
-def _take_over(called: nn.Module, ddp: DistributedDataParallel, timeout: timedelta | None) -> Callable[[], None]:
-    """Stop DDP from averaging gradients and copying buffers; what gives both back to it."""
-    link = attach(called, Local(), timeout=timeout)
-    broadcasts, ddp.broadcast_buffers = ddp.broadcast_buffers, False
-
-    def give_back() -> None:
-        ddp.broadcast_buffers = broadcasts
-        link.detach()
-
-    return give_back

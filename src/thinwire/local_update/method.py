@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.reducers import Reducer
+from thinwire.reducers import Dense, Reducer
 from thinwire.reducers.reducer import check_reducer
 
 MakeOptimizer: TypeAlias = Callable[[list[Tensor]], Optimizer]
@@ -20,6 +20,24 @@ Fragments: TypeAlias = int | tuple[tuple[str, ...], ...]
 
 Order: TypeAlias = Literal["strided", "sequential"]
 """Layer l of L belongs to fragment l mod F, or to fragment l F // L."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When an outer step is taken."""
+
+    progress: float | None
+    """Steps so far / all steps of the run; None where those are unknown."""
+    inner_lr: float
+    """Of the first parameters of the first inner optimizer."""
+    last_inner_lr: float
+    """The same, when the outer step before was taken."""
+    alike: bool
+    """Whether it is one of the first steps, in which all ranks average their gradients."""
+
+
+Settings: TypeAlias = Callable[[Moment], Mapping[str, float]]
+"""What the outer optimizer's groups are to be set to, such as {"lr": 0.7, "momentum": 0.9}."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +56,24 @@ class Plan:
     """Steps between sending a fragment's pseudo-gradient and applying the mean."""
     merge: float = 0.0
     """Weight of a rank's own weights when the agreed ones arrive."""
+    settings: Settings | None = None
+    """Of the outer optimizer before each of its steps; None: they stay as they are."""
+    alike: int = 0
+    """First steps, in which all ranks average their gradients and stay alike; nothing is averaged at the end of a
+    round, whose weights become the anchors. With a learning rate of 0 the outer optimizer gathers momentum."""
+    groups: int | None = None
+    """Groups of consecutive ranks that average their gradients in every step; None: every rank is alone."""
+    inner: Reducer = field(default_factory=Dense)
+    """How gradients are averaged."""
+    share_anchors: bool = False
+    """Whether the ranks of a group share the anchors and what the outer optimizer keeps."""
+    offload: bool = False
+    """Whether anchors and what the outer optimizer keeps stay in the memory of the host."""
 
     def __post_init__(self) -> None:
         check_reducer(self.reducer, "a local-update method")
-        every, count = self.every, self.count
+        check_reducer(self.inner, "a local-update method's inner")
+        every, count, groups = self.every, self.count, self.groups
         gap = every // max(count, 1) if isinstance(every, int) else 0
         for key, value, fine, what in [
             ("every", every, isinstance(every, int) and every >= 1, "a whole number of at least 1"),
@@ -49,6 +81,7 @@ class Plan:
             ("order", self.order, self.order in ("strided", "sequential"), "'strided' or 'sequential'"),
             ("delay", self.delay, self.delay in range(gap), f"0 to every // fragments - 1, {gap - 1}"),
             ("merge", self.merge, 0.0 <= self.merge <= 1.0, "from 0 to 1"),
+            ("groups", self.groups, groups is None or (isinstance(groups, int) and groups >= 1), "at least 1"),
             ("outer", self.outer, callable(self.outer), "a function of the tensors that it moves"),
         ]:
             if not fine:
@@ -73,5 +106,6 @@ class Plan:
 class Method(Protocol):
     """A frozen configuration."""
 
-    def plan(self) -> Plan:
-        """What the engine is to do. Raises ValueError naming a setting that cannot be."""
+    def plan(self, total_steps: int | None = None) -> Plan:
+        """What the engine is to do in a run of that many steps (None: unknown). Raises ValueError naming a setting
+        that cannot be."""
