@@ -12,7 +12,7 @@ from functools import partial
 
 from torch.optim import SGD
 
-from thinwire.local_update.method import Fragments, MakeOptimizer, Order, Plan
+from thinwire.local_update.method import Fragments, MakeOptimizer, Order, Plan, check_outer
 from thinwire.reducers import Dense, Quantized, Reducer
 
 
@@ -86,4 +86,5 @@ def outer_sgd(method: DiLoCo | StreamingDiLoCo) -> MakeOptimizer:
     if method.outer is not None:
         return method.outer
     momentum = method.outer_momentum
+    check_outer("outer", method.outer_lr, momentum)
     return partial(SGD, lr=method.outer_lr, momentum=momentum, nesterov=method.nesterov and momentum > 0)

@@ -109,3 +109,11 @@ class Method(Protocol):
     def plan(self, total_steps: int | None = None) -> Plan:
         """What the engine is to do in a run of that many steps (None: unknown). Raises ValueError naming a setting
         that cannot be."""
+
+
+def check_outer(prefix: str, lr: float, momentum: float) -> None:
+    """Raise ValueError with its key for a learning rate or momentum that cannot be."""
+    if not (isinstance(lr, int | float) and 0 <= lr < float("inf")):
+        raise ValueError(f"{prefix}_lr must be a number of at least 0, got {lr!r}")
+    if not (isinstance(momentum, int | float) and 0 <= momentum < 1):
+        raise ValueError(f"{prefix}_momentum must be from 0 to less than 1, got {momentum!r}")

@@ -15,7 +15,7 @@ from functools import partial
 
 from torch.optim import SGD
 
-from thinwire.local_update.method import Moment, Plan
+from thinwire.local_update.method import Moment, Plan, check_outer
 from thinwire.reducers import Dense, Reducer
 
 
@@ -37,6 +37,7 @@ class SlowMo:
         self.plan()
 
     def plan(self, total_steps: int | None = None) -> Plan:
+        check_outer("slow", self.slow_lr, self.slow_momentum)
         make = partial(SGD, lr=self.slow_lr, momentum=self.slow_momentum)
         return Plan(self.every, self.reducer, make, settings=self._settings)
 
