@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from thinwire.collectives import CollectiveError, Ledger, Wire
 from thinwire.data_parallel.agreement import ranks_that_differ
+from thinwire.local_update.buffers import Buffers
 from thinwire.local_update.inner import Averaged, BoundInnerMean, Inner
 from thinwire.local_update.method import Moment, Plan
 from thinwire.local_update.weights import Weights
@@ -53,6 +54,7 @@ class LocalUpdate:
     def __init__(
         self,
         weights: Weights,
+        buffers: Buffers | None,
         plan: Plan,
         fragments: Sequence[Sequence[str]],
         anchors: Mapping[str, Tensor],
@@ -72,6 +74,7 @@ class LocalUpdate:
         self.steps = 0
         """Calls of `step()` so far."""
         self._weights = weights
+        self._buffers = buffers
         self._plan = plan
         self._fragments = fragments
         self._anchors = anchors
@@ -125,7 +128,10 @@ class LocalUpdate:
                 self._follow(fragment)
             else:
                 self._arrive(self._plan.merge)
-        return self.steps % self._plan.every == 0
+        ended = self.steps % self._plan.every == 0
+        if ended:
+            self._average_buffers()
+        return ended
 
     def finish(self) -> None:
         """Average what was done since each fragment was sent last, be it less than a round; all ranks then hold
@@ -133,28 +139,33 @@ class LocalUpdate:
         self._arrive(self._plan.merge)
         if self._alike:
             self._follow_all()
+            self._average_buffers()
             return
         late = [fragment for fragment, step in enumerate(self._sent) if step < self.steps]
         for fragment in late:
             self._send(fragment)
             self._arrive(0.0)
+        self._average_buffers()
         self._restore()
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """A context in which the model holds the weights that were agreed on last, the same on all ranks: for
+        """A context in which the model holds the weights and buffers agreed on last, the same on all ranks: for
         evaluation and export. Takes a copy of the model's parameters. While all ranks average their gradients,
         those are the weights of now. Where ranks share the anchors, they all call it."""
-        if self._alike:
-            yield
-            return
-        own = self._weights.copies()
-        self._restore()
+        own = {} if self._alike else self._weights.copies()
+        own_buffers = self._buffers.copies() if self._buffers is not None else {}
+        if not self._alike:
+            self._restore()
+        elif self._buffers is not None:
+            self._buffers.restore()
         try:
             yield
         finally:
             with torch.no_grad():
                 self._weights.restore(own)
+                if self._buffers is not None:
+                    self._buffers.restore(own_buffers)
 
     def verify(self) -> None:
         """Compare a hash of the agreed weights across ranks; 8 bytes of control traffic to each. Raises
@@ -167,8 +178,8 @@ class LocalUpdate:
         """This rank's state: plain tensors and numbers. The ranks' models differ within a round: save each
         rank's model and inner optimizer too. All ranks call this alike; it waits for what is in flight.
 
-        `anchor.<name>`, `outer.<name>.<key>`, `arriving.<name>` (means that are not due yet), those of the
-        reducer after `reducer.`, of what averages gradients after `inner.`.
+        `anchor.<name>`, `buffer.<name>`, `outer.<name>.<key>`, `arriving.<name>` (means that are not due yet),
+        those of the reducer after `reducer.`, of what averages gradients after `inner.`.
         """
         self._wait()
         state: State = {
@@ -182,6 +193,7 @@ class LocalUpdate:
             "inner_lr": self._inner_lr,
         }
         state |= {f"anchor.{name}": anchor.clone() for name, anchor in self._anchors.items()}
+        state |= self._buffers.state_dict() if self._buffers is not None else {}
         if self._flight is not None:
             state["in_flight"] = self._flight.fragment
             state |= {f"arriving.{name}": mean.clone() for name, mean in self._flight.named.items()}
@@ -221,6 +233,8 @@ class LocalUpdate:
         self._reducer.load_state_dict(_under("reducer.", state))
         if self._inner is not None:
             self._inner.load_state_dict(_under("inner.", state))
+        if self._buffers is not None:
+            self._buffers.load_state_dict(state)
         for name, anchor in self._anchors.items():
             anchor.copy_(state[f"anchor.{name}"])
         self._load_outer(state)
@@ -242,7 +256,8 @@ class LocalUpdate:
         flying = list(self._flight.named.values()) if self._flight else []
         tensors = [*self._anchors.values(), *flying, *(v for v in states if isinstance(v, Tensor))]
         inner = self._inner.memory_bytes() if self._inner is not None else 0
-        return sum(tensor.nbytes for tensor in tensors) + self._reducer.memory_bytes() + inner
+        buffers = self._buffers.nbytes if self._buffers is not None else 0
+        return sum(tensor.nbytes for tensor in tensors) + buffers + self._reducer.memory_bytes() + inner
 
     def close(self) -> None:
         """Give a DDP model its own gradient averaging back. What is in flight is dropped."""
@@ -329,6 +344,12 @@ class LocalUpdate:
     def _inner_lr_now(self) -> float:
         return float(self._optimizers[0].param_groups[0]["lr"])
 
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        if self._buffers is not None:
+            with self._rolled_back():
+                self._buffers.average()
+
     def _wait(self) -> None:
         if self._flight is not None and self._flight.future is not None:
             with self._rolled_back():
@@ -362,6 +383,8 @@ class LocalUpdate:
         """The agreed weights."""
         for name, anchor in self._anchors.items():
             self._weights[name].copy_(anchor)
+        if self._buffers is not None:
+            self._buffers.restore()
         self._weights.spread(self._weights.names)
 
     def _load_outer(self, state: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ from thinwire.data_parallel.parameters import (
     slots_of,
     trained_parameters,
 )
+from thinwire.local_update.buffers import Buffers
 from thinwire.local_update.engine import LocalUpdate
 from thinwire.local_update.fragments import cut
 from thinwire.local_update.inner import Averaged, BoundInnerMean, Inner, InnerMean, members_of_group
@@ -49,6 +50,7 @@ def local_update(
     total_steps: int | None = None,
     group: dist.ProcessGroup | None = None,
     replicate: DeviceMesh | None = None,
+    sync_buffers: bool = True,
     timeout: timedelta | None = None,
 ) -> LocalUpdate:
     """Let every rank train `model` with `optimizer` on its own data, and average as `method` says.
@@ -61,6 +63,9 @@ def local_update(
 
     Where the method averages gradients in every step, that happens in the backward pass of a DDP or FSDP2 model,
     and of any other when the first optimizer takes its step, after the script has clipped each rank's own.
+
+    With `sync_buffers` the ranks take the mean of floating point buffers and the largest of integer ones at the
+    end of every round (where they are equal, 8 bytes are sent); otherwise each keeps its own.
 
     Collective: call it on all ranks at the same point. `timeout` ends a collective that hangs (None: that of the
     group). With `total_steps`, the steps of the run, a warning says if they are too few rounds for an outer
@@ -99,6 +104,7 @@ def local_update(
         anchors = {slot.name: _anchor(weights[slot.name], slot.dtype, home) for slot in slots}
         return LocalUpdate(
             weights=weights,
+            buffers=Buffers(dict(target.module.named_buffers()), wire) if sync_buffers else None,
             plan=plan,
             fragments=fragments,
             anchors=anchors,
