@@ -11,7 +11,7 @@ import pytest
 from thinwire import recipes
 from thinwire.bench import ablation
 from thinwire.bench.jobs import Trained
-from thinwire.bench.methods import FEEDBACKS, GEOMETRIES, cell, reducer_of
+from thinwire.bench.methods import FEEDBACKS, GEOMETRIES, cell, cell_reducer
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ from thinwire.bench.methods import FEEDBACKS, GEOMETRIES, cell, reducer_of
     ],
 )
 def test_cells_that_are_recipes_are_those(parts: tuple[str, str, str], recipe: str) -> None:
-    assert reducer_of(cell(*parts)) == recipes.get(recipe).reducer
+    assert cell_reducer(cell(*parts)) == recipes.get(recipe).reducer
 
 
 def test_all_cells_of_a_format_differ() -> None:
     grid = product(["nvfp4"], GEOMETRIES, FEEDBACKS)
-    assert len({repr(reducer_of(cell(*parts))) for parts in grid}) == 6
+    assert len({repr(cell_reducer(cell(*parts))) for parts in grid}) == 6
 
 
 def test_rows_compare_seed_by_seed_with_ddp() -> None:

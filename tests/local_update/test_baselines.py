@@ -179,7 +179,7 @@ def test_alone_they_send_nothing_and_local_sgd_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: tw.PostLocalSGD(start=-1), "start must be a number of steps, got -1"),
+        (lambda: tw.PostLocalSGD(start=-1), "start must be a number of steps, or a fraction of the run's, got -1"),
         (lambda: tw.PostLocalSGD(start=5, groups=0), "groups must be at least 1, got 0"),
         (lambda: tw.LocalSGD(every=0), "every must be a whole number of at least 1, got 0"),
         (lambda: tw.SlowMo(slow_momentum=-0.5), "slow_momentum must be from 0 to less than 1, got -0.5"),

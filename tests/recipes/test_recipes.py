@@ -10,17 +10,23 @@ from thinwire.collectives import Slot, Wire
 from thinwire.recipes import table
 
 
-def _sent_bytes() -> dict[str, tuple[int, int]]:
+def _sent_bytes() -> dict[str, tuple[int, float]]:
     """By recipe: those of the first reduction, in which no geometry is refreshed yet; and computed, with refreshes
-    on average."""
+    on average. Under local updates: of a round."""
     slots, found = table.example_slots(), {}
     for name in recipes.names():
-        reducer = recipes.get(name).reducer
+        recipe = recipes.get(name)
+        reducer, every = recipe.reducer, 1
+        if recipe.method is not None:
+            plan = recipe.method.plan(100)
+            reducer, every = plan.reducer, plan.every
+        assert reducer is not None
         wire = Wire()
         bound = reducer.bind(slots, wire)
         bound.begin()
         bound.all_reduce({slot.name: torch.ones(slot.shape) for slot in slots}).wait()
-        found[name] = (wire.ledger.sent_bytes(), reducer.sent_bytes(slots, dist.get_world_size()))
+        computed = every * recipe.sent_bytes_per_step(slots, dist.get_world_size())
+        found[name] = (wire.ledger.sent_bytes(), round(computed, 3))
         wire.close()
     return found
 
@@ -67,4 +73,9 @@ def test_bad_usage_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
 
 def test_sent_bytes_of_one_rank_are_zero() -> None:
     for name in recipes.names():
-        assert recipes.get(name).reducer.sent_bytes([Slot("w", (64, 64))], 1) == 0
+        assert recipes.get(name).sent_bytes_per_step([Slot("w", (64, 64))], 1) == 0
+
+
+def test_a_recipe_averages_gradients_or_weights() -> None:
+    for recipe in map(recipes.get, recipes.names()):
+        assert (recipe.reducer is None) == (recipe.method is not None)

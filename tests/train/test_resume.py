@@ -22,11 +22,18 @@ from thinwire.train import loop, metrics
 from thinwire.train.arguments import parse, read_toml, to_toml
 from thinwire.train.checkpoint.checkpointer import checkpoints_in
 from thinwire.train.command import main
-from thinwire.train.config import ConfigError, TrainConfig
+from thinwire.train.config import ConfigError, LocalUpdateConfig, TrainConfig
 from thinwire.train.data.samples import build_data
 from thinwire.train.output import choose_output
 
 SAME = ("param_hash", "val_loss", "final_train_loss", "tokens", "skipped_steps", "sent_bytes_per_rank", "steps")
+
+
+FULL = pytest.mark.full
+IN_EVERY_STEP = [name for name in tw.recipes.names() if tw.recipes.get(name).method is None]
+ONE_OF_EACH = ["streaming-diloco", "pier-fp8", "muloco"]
+"""Local updates with something in flight, in two phases, with two optimizers and error memory."""
+OTHERS = [name for name in tw.recipes.names() if name not in (*IN_EVERY_STEP, *ONE_OF_EACH)]
 
 
 def _job(tmp_path: Path, recipe: str, accumulation: int) -> TrainConfig:
@@ -40,6 +47,7 @@ def _job(tmp_path: Path, recipe: str, accumulation: int) -> TrainConfig:
     return job(
         tmp_path,
         recipe=recipe,
+        local_update=LocalUpdateConfig(every=8 if tw.recipes.get(recipe).method else None),
         accumulation=accumulation,
         steps=60,
         batch_size=16,
@@ -92,7 +100,7 @@ def _check(tmp_path: Path, recipe: str, world_size: int, accumulation: int) -> N
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("recipe", tw.recipes.names())
+@pytest.mark.parametrize("recipe", [*IN_EVERY_STEP, *ONE_OF_EACH, *(pytest.param(r, marks=FULL) for r in OTHERS)])
 def test_killed_twice_and_resumed_is_bit_for_bit_the_straight_run(tmp_path: Path, recipe: str) -> None:
     _check(tmp_path, recipe, world_size=2, accumulation=1 + (len(recipe) % 2))
 

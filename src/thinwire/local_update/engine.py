@@ -14,6 +14,7 @@ nothing is sent at the end of a round, and the anchor follows the parameter.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from thinwire.collectives import CollectiveError, Ledger, Wire
+from thinwire.data_parallel import Link
 from thinwire.data_parallel.agreement import ranks_that_differ
 from thinwire.local_update.buffers import Buffers
 from thinwire.local_update.inner import Averaged, BoundInnerMean, Inner
@@ -73,6 +75,10 @@ class LocalUpdate:
         `step()` returns True."""
         self.steps = 0
         """Calls of `step()` so far."""
+        self.verified = 0
+        """After which of them the agreed weights were compared last."""
+        self.exposed_seconds = 0.0
+        """Seconds in which training waited for what a round sends; gradients apart."""
         self._weights = weights
         self._buffers = buffers
         self._plan = plan
@@ -98,6 +104,26 @@ class LocalUpdate:
     def ledger(self) -> Ledger:
         """The bytes that this rank has sent for local updates."""
         return self._wire.ledger
+
+    @property
+    def link(self) -> Link | None:
+        """What averages the gradients of a DDP or FSDP2 model, if anything does."""
+        return self._inner if isinstance(self._inner, Link) else None
+
+    @property
+    def between_rounds(self) -> bool:
+        """Whether a round has ended and the next has not begun."""
+        return self.steps % self._plan.every == 0
+
+    @property
+    def encode_seconds(self) -> float:
+        """Seconds spent encoding, decoding and copying what rounds send; gradients apart."""
+        return self._across.busy_seconds
+
+    @property
+    def sending_seconds(self) -> float:
+        """Seconds in which what rounds send was under way; gradients apart."""
+        return self._across.sending_seconds
 
     @property
     def fragments(self) -> tuple[tuple[str, ...], ...]:
@@ -170,6 +196,7 @@ class LocalUpdate:
     def verify(self) -> None:
         """Compare a hash of the agreed weights across ranks; 8 bytes of control traffic to each. Raises
         RuntimeError on every rank, naming those that differ from most."""
+        self.verified = self.steps
         if differing := ranks_that_differ(self._across, self._anchors.values()):
             ranks = ", ".join(map(str, differing))
             raise RuntimeError(f"the agreed weights of rank {ranks} differ from those of the other ranks")
@@ -352,8 +379,10 @@ class LocalUpdate:
 
     def _wait(self) -> None:
         if self._flight is not None and self._flight.future is not None:
+            started = time.perf_counter()
             with self._rolled_back():
                 self._flight.future.wait()
+            self.exposed_seconds += time.perf_counter() - started
             self._flight.future = None
 
     def _weight(self, fragment: int) -> float:

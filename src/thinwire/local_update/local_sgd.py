@@ -37,14 +37,15 @@ class LocalSGD:
 
 @dataclass(frozen=True)
 class PostLocalSGD:
-    """Data parallelism for `start` steps, then local SGD, whose ranks may average gradients in groups.
+    """Data parallelism up to `start`, then local SGD, whose ranks may average gradients in groups.
 
-    Sends what `inner` sends of the gradients in each of the first `start` steps over all ranks, later over those
-    of a group, and what `reducer` sends every `every` steps from then on.
+    Sends what `inner` sends of the gradients, in each step until then over all ranks, later over those of a group,
+    and what `reducer` sends every `every` steps from then on.
     """
 
-    start: int
-    """Steps of data parallelism, in the paper's runs those before the learning rate first falls."""
+    start: int | float = 0.5
+    """Steps of data parallelism, or (a float) a fraction of the run's; in the paper's runs until the learning rate
+    first falls."""
     every: int = 8
     """Inner steps of a round (H)."""
     groups: int | None = None
@@ -55,9 +56,14 @@ class PostLocalSGD:
     """How gradients are averaged."""
 
     def __post_init__(self) -> None:
-        self.plan()
+        self.plan(1)
 
     def plan(self, total_steps: int | None = None) -> Plan:
-        if not isinstance(self.start, int) or self.start < 0:
-            raise ValueError(f"start must be a number of steps, got {self.start!r}")
-        return Plan(self.every, self.reducer, _to_the_mean, alike=self.start, groups=self.groups, inner=self.inner)
+        start = self.start
+        if start < 0 or (isinstance(start, float) and start > 1):
+            raise ValueError(f"start must be a number of steps, or a fraction of the run's, got {start!r}")
+        if isinstance(start, float):
+            if total_steps is None:
+                raise ValueError("start is a fraction of the run: pass total_steps to local_update")
+            start = round(start * total_steps)
+        return Plan(self.every, self.reducer, _to_the_mean, alike=start, groups=self.groups, inner=self.inner)

@@ -82,7 +82,8 @@ def local_update(
     target = _Target.of(model, group, replicate, plan)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     _check_optimizers(optimizers, target.module)
-    if total_steps is not None and total_steps < FEW_ROUNDS * plan.every:
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    if first and total_steps is not None and total_steps < FEW_ROUNDS * plan.every:
         logger.warning(
             "%d steps are %d rounds of %d: outer momentum and its schedules need some %d, and with fewer a run "
             "ends above plain averaging",

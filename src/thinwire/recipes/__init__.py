@@ -5,6 +5,8 @@ from __future__ import annotations
 from thinwire.recipes import (
     ddp,
     ddp_bf16,
+    diloco,
+    diloco_int8,
     fp8,
     fp8_ef,
     gift_fp8,
@@ -13,9 +15,16 @@ from thinwire.recipes import (
     int4,
     int4_hadamard,
     int8,
+    local_sgd,
+    muloco,
     mxfp4,
     mxfp8,
     nvfp4,
+    pier,
+    pier_fp8,
+    post_local_sgd,
+    slowmo,
+    streaming_diloco,
 )
 from thinwire.recipes.recipe import Recipe
 
@@ -37,6 +46,15 @@ _RECIPES = {
         gift_fp8.RECIPE,
         gift_nvfp4.RECIPE,
         gift_int4.RECIPE,
+        diloco.RECIPE,
+        diloco_int8.RECIPE,
+        streaming_diloco.RECIPE,
+        pier.RECIPE,
+        pier_fp8.RECIPE,
+        muloco.RECIPE,
+        local_sgd.RECIPE,
+        post_local_sgd.RECIPE,
+        slowmo.RECIPE,
     )
 }
 

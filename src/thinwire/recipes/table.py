@@ -64,5 +64,5 @@ def main(argv: list[str]) -> int:
 
 def _row(recipe: Recipe, world_size: int) -> Row:
     slots = example_slots()
-    sent = recipe.reducer.sent_bytes(slots, world_size)
+    sent = recipe.sent_bytes_per_step(slots, world_size)
     return Row(recipe.name, sent / sum(slot.numel for slot in slots), recipe.paper)

@@ -85,6 +85,14 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
+class LocalUpdateConfig:
+    every: int | None = None
+    """Steps between averages under a recipe with local updates. Not set: the recipe's."""
+    groups: int | None = None
+    """Groups of consecutive workers that average gradients in every step, where the recipe knows groups."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     recipe: str = "nvfp4"
     """How gradients are averaged; `thinwire recipes` lists the names."""
@@ -122,6 +130,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    local_update: LocalUpdateConfig = field(default_factory=LocalUpdateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
@@ -139,7 +148,7 @@ def check(config: TrainConfig, *, world_size: int) -> None:
     """
     _check_ranges(config)
     config.data.check()
-    _check_names(config)
+    _check_names(config, world_size)
     c = config
     if c.batch_size < world_size * c.accumulation:
         raise ConfigError(
@@ -187,15 +196,20 @@ def _check_ranges(config: TrainConfig) -> None:
             raise ConfigError(f"optimizer.{key}: must be at least 0 and below 1, got {shown(value)}")
 
 
-def _check_names(config: TrainConfig) -> None:
+def _check_names(config: TrainConfig, world_size: int) -> None:
     """The recipe exists, the model can hold the sequences, the device is there."""
     import torch
 
     from thinwire import recipes
+    from thinwire.train.averaging import method_of
     from thinwire.train.model import longest_sequence
 
     if config.recipe not in recipes.names():
         raise ConfigError(f"recipe: no recipe is called {config.recipe!r}; there are {', '.join(recipes.names())}")
+    method_of(config)  # refuses settings that do not fit
+    groups = config.local_update.groups
+    if groups is not None and world_size % groups:
+        raise ConfigError(f"local_update.groups: {world_size} workers cannot be cut into {groups} equal groups")
     longest = longest_sequence(config.model)
     if longest is not None and config.data.sequence_length > longest:
         raise ConfigError(

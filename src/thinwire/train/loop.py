@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from thinwire.local_update import LocalUpdate
 from thinwire.train import files, metrics
 from thinwire.train.arguments import to_table, to_toml
 from thinwire.train.checkpoint.checkpointer import Checkpointer, CheckpointError
@@ -60,10 +61,17 @@ class Step:
     loss_sum: float  # over this rank's targets
     targets: int  # of all ranks
     norm: float  # of the mean gradient, the same on all ranks
+    own: bool = False  # under local updates: targets and norm are this rank's
+
+    @property
+    def skipped(self) -> bool:
+        """Whether this rank has thrown the gradient away."""
+        return not math.isfinite(self.norm)
 
     @property
     def bad(self) -> bool:
-        return not math.isfinite(self.norm)
+        """Whether all have."""
+        return self.skipped and not self.own
 
 
 def train(
@@ -72,7 +80,7 @@ def train(
     """Train as configured, in a process group that is up. Every rank calls this; `out` is the same directory."""
     run = assemble(config, device)
     progress = Progress()
-    state = TrainState(run.model, run.optimizers, run.link, progress.numbers(), seed=config.seed)
+    state = TrainState(run.model, run.optimizers, run.sync or run.link, progress.numbers(), seed=config.seed)
     checkpointer = Checkpointer(
         checkpoints(out),
         keep=config.checkpoint.keep,
@@ -99,7 +107,7 @@ def train(
         else:
             log.say(f"stopped at step {progress.step} of {config.steps}; {resuming(out)}")
     checkpointer.close()
-    run.link.detach()
+    run.averaging.detach()
     return Outcome(progress.step, finished, summary)
 
 
@@ -116,7 +124,7 @@ def _steps(
     logged, tokens = time.perf_counter(), progress.tokens
     while progress.step < config.steps:
         started = time.perf_counter()
-        sent, waited = run.link.ledger.sent_bytes(), run.link.exposed_seconds
+        sent, waited = run.averaging.sent_bytes, run.averaging.exposed_seconds
         step = training_step(run, progress, stop)
         if step is None:
             _save(run, progress, checkpointer, state)
@@ -126,8 +134,7 @@ def _steps(
         validates = last or (config.validation_every and progress.step % config.validation_every == 0)
         now = time.perf_counter()
         if validates or step.bad or progress.step % config.logging.every == 0:
-            (loss_sum,) = run.agree([step.loss_sum])
-            loss = loss_sum / step.targets
+            loss = _mean_loss(run, progress, step)
             progress.train_loss = progress.train_loss if step.bad else loss
             progress.val_loss = validate(run) if validates else progress.val_loss
             if log is not None:
@@ -137,9 +144,9 @@ def _steps(
                         loss=loss,
                         lr=learning_rate(progress.step - 1, config),
                         gradient_norm=step.norm,
-                        sent_bytes=run.link.ledger.sent_bytes() - sent,
+                        sent_bytes=run.averaging.sent_bytes - sent,
                         step_seconds=now - started,
-                        comm_seconds=run.link.exposed_seconds - waited,
+                        comm_seconds=run.averaging.exposed_seconds - waited,
                         tokens_per_second=(progress.tokens - tokens) / (now - logged),
                         tokens=progress.tokens,
                         skipped_steps=progress.skipped_steps,
@@ -166,10 +173,16 @@ def training_step(run: Run, progress: Progress, stop: Callable[[], bool]) -> Ste
     """One optimizer step; None if a rank was asked to stop, and then nothing has happened."""
     config = run.config
     batches = [fetch(run.train_data, ids, run.device) for ids in run.shares(progress.position)]
-    targets, stops = run.agree([sum(count_targets(batch) for batch in batches), stop()])
-    if stops:
-        return None
-    scale = run.world_size / max(1.0, targets)
+    targets = float(sum(count_targets(batch) for batch in batches))
+    if run.sync is None:
+        targets, stops = run.agree([targets, stop()])
+        if stops:
+            return None
+        scale = run.world_size / max(1.0, targets)
+    else:  # the mean over its own tokens
+        if run.sync.between_rounds and run.agree([stop()])[0]:
+            return None
+        scale = 1 / max(1.0, targets)
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
     for n, batch in enumerate(batches):
         # The forward belongs under no_sync too: DDP prepares the reduction there.
@@ -178,17 +191,41 @@ def training_step(run: Run, progress: Progress, stop: Callable[[], bool]) -> Ste
                 loss = summed_loss(run.ddp, batch)
             (loss * scale).backward()
         loss_sum += loss.detach()
-    step = Step(
-        float(loss_sum), max(1, int(targets)), gradient_norm(run.model.parameters(), config.optimizer.clip)
-    )
-    if step.bad:
+    norm = gradient_norm(run.model.parameters(), config.optimizer.clip)
+    step = Step(float(loss_sum), max(1, int(targets)), norm, own=run.sync is not None)
+    set_learning_rate(run.optimizers, learning_rate(progress.step, config))
+    if step.skipped:
         run.link.rollback()  # every mean may be finite and the norm of all of them not
     else:
-        set_learning_rate(run.optimizers, learning_rate(progress.step, config))
         for optimizer in run.optimizers:
             optimizer.step()
     run.ddp.zero_grad(set_to_none=True)
+    if run.sync is not None:
+        _end_of_own_step(run, run.sync, progress, step)
     return step
+
+
+def _end_of_own_step(run: Run, sync: LocalUpdate, progress: Progress, step: Step) -> None:
+    """Under local updates: count the step, and average what is due after it."""
+    progress.count_own(step.targets, skipped=step.skipped)
+    if step.skipped:
+        logger.warning("step %d skipped here: loss or gradient is not finite", progress.step + 1)
+    ended = sync.step(step.targets if run.uneven else None)
+    last, every = progress.step + 1 == run.config.steps, run.config.verify_every
+    if last:
+        sync.finish()
+    if every and (ended or last) and (sync.steps // every > sync.verified // every or last):
+        sync.verify()
+
+
+def _mean_loss(run: Run, progress: Progress, step: Step) -> float:
+    """The loss of the step over all ranks' tokens. A collective call."""
+    if run.sync is None:
+        (loss_sum,) = run.agree([step.loss_sum])
+        return loss_sum / step.targets
+    progress.add_up(run)
+    loss_sum, targets = run.agree([step.loss_sum, step.targets])
+    return loss_sum / targets
 
 
 def validate(run: Run) -> float:
@@ -197,7 +234,8 @@ def validate(run: Run) -> float:
     at_once = max(1, run.config.batch_size // (run.world_size * run.config.accumulation))
     loss_sum, targets = 0.0, 0
     run.model.eval()
-    with torch.no_grad(), run.autocast():
+    agreed = run.sync.agreed() if run.sync is not None else nullcontext()
+    with agreed, torch.no_grad(), run.autocast():
         for start in range(0, len(own), at_once):
             batch = fetch(run.validation_data, own[start : start + at_once], run.device)
             loss_sum += float(summed_loss(run.model, batch))
@@ -211,8 +249,9 @@ def _count(run: Run, progress: Progress, step: Step) -> None:
     """Move the counters past a step, and say whose loss was bad if it was."""
     progress.step += 1
     progress.position += run.config.batch_size
-    progress.tokens += step.targets
-    progress.bad_in_a_row = progress.bad_in_a_row + 1 if step.bad else 0
+    if not step.own:
+        progress.tokens += step.targets
+    progress.bad_in_a_row = progress.bad_in_a_row + 1 if step.skipped else 0
     if step.bad:
         progress.skipped_steps += 1
         rows = run.table([not math.isfinite(step.loss_sum)])
@@ -244,6 +283,8 @@ def _end_in_a_bad_step(run: Run, progress: Progress) -> None:
 
 def _save(run: Run, progress: Progress, checkpointer: Checkpointer, state: TrainState) -> None:
     run.link.settle()  # what that sends is of the steps before
+    if run.sync is not None:
+        progress.add_up(run)
     progress.measure(run)
     state.numbers.update(progress.numbers())
     checkpointer.save(progress.step, state)
@@ -296,7 +337,7 @@ def _summary(run: Run, progress: Progress) -> dict[str, Any]:
         "final_train_loss": progress.train_loss,
         "val_loss": progress.val_loss,
         "sent_bytes_per_rank": sent,
-        "sent_bytes_between_groups_per_rank": 0,
+        "sent_bytes_between_groups_per_rank": max(progress.between_groups_bytes),
         "sent_bytes_per_param_per_step": sent / run.parameters / max(1, progress.step),
         "wall_seconds": progress.wall_seconds,
         "comm_seconds": max(progress.comm_seconds),

@@ -16,7 +16,13 @@ from thinwire.train.metrics import Baseline
 if TYPE_CHECKING:
     from thinwire.train.run import Run
 
-_MEASURED = ("sent_bytes", "comm_seconds", "sending_seconds", "encode_seconds")  # of each rank
+_MEASURED = (
+    "sent_bytes",
+    "between_groups_bytes",
+    "comm_seconds",
+    "sending_seconds",
+    "encode_seconds",
+)  # of each rank
 
 
 @dataclass
@@ -36,6 +42,8 @@ class Progress:
     wall_seconds: float = 0.0
     sent_bytes: list[int] = field(default_factory=list)
     """Of each rank, control traffic apart."""
+    between_groups_bytes: list[int] = field(default_factory=list)
+    """Of each rank: those that left its group, under local updates."""
     comm_seconds: list[float] = field(default_factory=list)
     """Of each rank: the backward pass waited for communication."""
     sending_seconds: list[float] = field(default_factory=list)
@@ -49,6 +57,18 @@ class Progress:
         self._since = time.perf_counter()
         self._before = dict.fromkeys(_MEASURED, 0.0)  # on this rank, at the last start or measurement
         self._measured = self.step
+        self._own = [0.0, 0.0]  # tokens and skipped steps of this rank alone, not yet in the counts above
+
+    def count_own(self, tokens: int, *, skipped: bool) -> None:
+        """A step of this rank's own, under local updates."""
+        self._own = [self._own[0] + tokens, self._own[1] + skipped]
+
+    def add_up(self, run: Run) -> None:
+        """Add what the ranks counted for themselves. A collective call."""
+        tokens, skipped = run.agree(self._own)
+        self.tokens += round(tokens)
+        self.skipped_steps += round(skipped)
+        self._own = [0.0, 0.0]
 
     def numbers(self) -> dict[str, Any]:
         """For the checkpoint's manifest."""
@@ -67,17 +87,20 @@ class Progress:
     def measure(self, run: Run) -> None:
         """Add what all ranks spent since the last call. A collective call."""
         now = time.perf_counter()
+        averaging = run.averaging
         totals = {
-            "sent_bytes": float(run.link.ledger.sent_bytes()),
-            "comm_seconds": run.link.exposed_seconds,
-            "sending_seconds": run.link.sending_seconds,
-            "encode_seconds": run.link.encode_seconds,
+            "sent_bytes": float(averaging.sent_bytes),
+            "between_groups_bytes": float(averaging.between_groups_bytes),
+            "comm_seconds": averaging.exposed_seconds,
+            "sending_seconds": averaging.sending_seconds,
+            "encode_seconds": averaging.encode_seconds,
         }
         rows = run.table([*(totals[name] - self._before[name] for name in _MEASURED), now - self._since])
         for column, name in enumerate(_MEASURED):
             counts = getattr(self, name) or [0] * run.world_size
             setattr(self, name, [count + row[column] for count, row in zip(counts, rows)])
         self.sent_bytes = [round(count) for count in self.sent_bytes]
+        self.between_groups_bytes = [round(count) for count in self.between_groups_bytes]
         self.wall_seconds += rows[0][-1]
         per_step = Baseline.of(run.parameters, run.world_size, run.config.precision).float32_bytes
         self.ddp_bytes += per_step * (self.step - self._measured)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,7 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import thinwire as tw
+from thinwire.local_update import LocalUpdate
 from thinwire.train.arguments import to_table
+from thinwire.train.averaging import Attach, Averaging, attach_recipe, optimizer_of
 from thinwire.train.config import ConfigError, TrainConfig
 from thinwire.train.data.sampler import GlobalSampler
 from thinwire.train.data.samples import IGNORED, Batch, TokenData, build_data
@@ -55,9 +56,17 @@ class Run:
     sampler: GlobalSampler
     model: nn.Module  # the bare model
     ddp: DistributedDataParallel
-    link: tw.Link
+    averaging: Averaging
     optimizers: tuple[Optimizer, ...]
     identity: dict[str, Any]  # of the run, for its checkpoints
+
+    @property
+    def link(self) -> tw.Link:
+        return self.averaging.link
+
+    @property
+    def sync(self) -> LocalUpdate | None:
+        return self.averaging.sync
 
     @property
     def parameters(self) -> int:
@@ -75,6 +84,11 @@ class Run:
         rows: list[list[float]] = self.link.control_all_reduce(own).tolist()
         return rows
 
+    @property
+    def uneven(self) -> bool:
+        """Whether the ranks' shares of a step may differ in tokens."""
+        return not self.config.data.pack or self.config.batch_size % self.world_size > 0
+
     def autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "float32":
             return nullcontext()
@@ -91,19 +105,7 @@ class Run:
         return _parts(own, self.config.accumulation)
 
 
-def attach_recipe(ddp: DistributedDataParallel, config: TrainConfig) -> tw.Link:
-    """Average gradients as the configuration says."""
-    link = tw.attach(ddp, tw.recipes.get(config.recipe).reducer, timeout=timedelta(seconds=config.timeout))
-    if config.verify_every:
-        link.verify(every=config.verify_every)
-    return link
-
-
-def assemble(
-    config: TrainConfig,
-    device: torch.device,
-    attach: Callable[[DistributedDataParallel, TrainConfig], tw.Link] = attach_recipe,
-) -> Run:
+def assemble(config: TrainConfig, device: torch.device, attach: Attach = attach_recipe) -> Run:
     """Build all parts. The default process group is up; every rank calls this with the same configuration."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_data, validation_data = build_data(config.data, seed=config.seed)
@@ -121,6 +123,8 @@ def assemble(
         find_unused_parameters=config.model.find_unused_parameters,
     )
     throw_away_step(ddp, device, find_unused=config.model.find_unused_parameters)
+    optimizer = optimizer_of(config)
+    optimizers = build_optimizers(model, optimizer)
     return Run(
         config=config,
         rank=rank,
@@ -131,12 +135,12 @@ def assemble(
         sampler=GlobalSampler(train_data.num_sequences, config.seed),
         model=model,
         ddp=ddp,
-        link=attach(ddp, config),
-        optimizers=build_optimizers(model, config.optimizer),
+        averaging=attach(ddp, optimizers, config),
+        optimizers=optimizers,
         identity={
             "recipe": config.recipe,
             "model": identity(model),
-            "optimizer": config.optimizer.name,
+            "optimizer": optimizer.name,
             "seed": config.seed,
             "data": {
                 "tokenizer": tokenizer.fingerprint,

@@ -5,6 +5,12 @@
     link.<name>                              differs between ranks: (R, *shape), row r is rank r's
     rng.torch, rng.python, rng.cuda          likewise
 
+Under local updates the ranks' weights and optimizers differ within a round:
+
+    model.<parameter or buffer>              those agreed on last
+    own.<parameter or buffer>                (R, *shape), each rank's
+    optimizer.<kind>.<parameter>             (R, *shape), each rank's
+
 Under a key that all ranks share, torch.distributed.checkpoint keeps one rank's tensor; so what differs
 between ranks is a DTensor, sharded over a leading rank dimension. Everything that is not a tensor goes into JSON.
 
@@ -17,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from thinwire.data_parallel.parameters import plain_name
+from thinwire.local_update import LocalUpdate
 from thinwire.train.checkpoint import generators, optimizer_state
 from thinwire.train.checkpoint.manifest import JSON, CheckpointError
 from thinwire.train.checkpoint.ranks import Ranks
@@ -44,7 +51,7 @@ _READ_AT_ONCE = 256 << 20  # bytes of the old ranks' error memory held while the
 
 
 class Bound(Protocol):
-    """Whatever holds per-rank communication state: the link of `tw.attach`."""
+    """Whatever holds per-rank communication state: the link of `tw.attach`, or what `tw.local_update` returns."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -67,17 +74,27 @@ class TrainState:
     seed: int = 0  # with rank and step, reseeds the generators when the world size has changed
 
     @property
+    def local_update(self) -> LocalUpdate | None:
+        """What averages the ranks' weights now and then, if they differ."""
+        return self.link if isinstance(self.link, LocalUpdate) else None
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         return [self.optimizer] if isinstance(self.optimizer, Optimizer) else list(self.optimizer)
 
 
 def collect(state: TrainState, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, JSON]]:
     """The state as (tensors, numbers). Tensors may share memory with the live ones: copy before going on."""
-    tensors = model_tensors(state.model)
-    optimizer_tensors, optimizer_numbers = optimizer_state.collect(state.optimizers, _names(state.model))
-    tensors |= optimizer_tensors
     link_tensors, link_numbers = _link_state(state.link)
-    tensors |= {key: ranks.stacked(local) for key, local in (link_tensors | generators.collect()).items()}
+    own = link_tensors | generators.collect()
+    optimizer_tensors, optimizer_numbers = optimizer_state.collect(state.optimizers, _names(state.model))
+    if state.local_update is None:
+        tensors = model_tensors(state.model) | optimizer_tensors
+    else:
+        own |= optimizer_tensors | _own_tensors(state.model)
+        with state.local_update.agreed():
+            tensors = {key: tensor.clone() for key, tensor in model_tensors(state.model).items()}
+    tensors |= {key: ranks.stacked(local) for key, local in own.items()}
     for key, tensor in tensors.items():
         if tensor.dtype not in _STORABLE:
             raise CheckpointError(f"{key} is {tensor.dtype}, which the safetensors storage cannot hold")
@@ -87,6 +104,9 @@ def collect(state: TrainState, ranks: Ranks) -> tuple[dict[str, Tensor], dict[st
 
 def restore(state: TrainState, saved: Saved, ranks: Ranks) -> None:
     """Fill `state` from a checkpoint, bit for bit. Whatever could differ is compared before it is changed."""
+    if state.local_update is not None:
+        _restore_differing(state, saved, ranks)
+        return
     same_size = saved.world_size == ranks.size
     tensors = model_tensors(state.model)
     saved.compare("model.", {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()})
@@ -116,6 +136,40 @@ def restore(state: TrainState, saved: Saved, ranks: Ranks) -> None:
         state.link.load_state_dict(_placed(numbers, own, rows))
 
 
+def _restore_differing(state: TrainState, saved: Saved, ranks: Ranks) -> None:
+    """As `restore`, where each rank has weights and optimizers of its own. What a bound method keeps depends on
+    where in a round it was, so its keys are those that were saved."""
+    if saved.world_size != ranks.size:
+        raise CheckpointError(
+            f"{saved.name} was saved on {saved.world_size} ranks, now {ranks.size}: under local updates every "
+            "rank has weights of its own, so the run goes on with as many"
+        )
+    model = _own_tensors(state.model)
+    saved.compare("own.", {key: ((ranks.size, *tensor.shape), tensor.dtype) for key, tensor in model.items()})
+    names = _names(state.model)
+    rows = {
+        key: torch.zeros(shape[1:], dtype=dtype)
+        for key, (shape, dtype) in saved.index.items()
+        if not key.startswith("model.")
+    }
+    own = replace(saved, index={key: (row.shape, row.dtype) for key, row in rows.items()})
+    targets = optimizer_state.targets(own, state.optimizers, names)
+    stacked = {key: ranks.stacked(row) for key, row in rows.items()}
+    saved.read(stacked)
+    rows = {key: _own_row(tensor) for key, tensor in stacked.items()}
+    with torch.no_grad():
+        for key, tensor in (model | {key: target.tensor for key, target in targets.items()}).items():
+            tensor.copy_(rows[key])
+    generators.restore({key: row for key, row in rows.items() if key.startswith("rng.")})
+    optimizer_state.restore(saved, state.optimizers, names, targets)
+    assert state.link is not None
+    present = state.link.state_dict()
+    places = {key: present[key] for key in present if key.rpartition(".")[2] in _PLACE}
+    numbers = {**saved.state["link"], **places}
+    tensors = {key.removeprefix("link."): row for key, row in rows.items() if key.startswith("link.")}
+    state.link.load_state_dict({**numbers, **tensors})
+
+
 # -- model -------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +195,11 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             seen.add(id(value))
             tensors[f"model.{plain_name(name)}"] = value.detach()
     return tensors
+
+
+def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """As `model_tensors`, of this rank."""
+    return {f"own.{key.removeprefix('model.')}": tensor for key, tensor in model_tensors(model).items()}
 
 
 def _names(model: nn.Module) -> dict[int, str]:
