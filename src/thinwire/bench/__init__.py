@@ -10,6 +10,10 @@ BENCHES: dict[str, tuple[str, str]] = {
     "collectives": ("thinwire.bench.collectives", "compressed all-reduce against gloo's own, on a slow network"),
     "fidelity": ("thinwire.bench.fidelity", "what encoding leaves of a run's gradients, layer by layer"),
     "recipes": ("thinwire.bench.recipes", "the same training job under each recipe: loss, bytes and time"),
+    "local-updates": (
+        "thinwire.bench.local_updates",
+        "what averaging now and then does to a loss",
+    ),
     "ablation": ("thinwire.bench.ablation", "what coordinates and error feedback do for each format's loss"),
 }
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from thinwire.bench.methods import description
 from thinwire.bench.network import Host
 from thinwire.bench.processes import run_processes
-from thinwire.train.config import TrainConfig
+from thinwire.train.config import ModelConfig, TrainConfig
+from thinwire.train.data.samples import DataConfig
 
 BASELINE = "ddp"
 """What every method is compared with."""
@@ -40,6 +41,10 @@ class Job:
     lr: float
     batch_size: int = TrainConfig.batch_size
     """Sequences per step over all ranks."""
+    model: str = ModelConfig.name
+    """A preset."""
+    sequence_length: int = DataConfig.sequence_length
+    warmup_steps: int | None = None
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 
 import torch
@@ -15,8 +15,9 @@ import torch.distributed as dist
 import thinwire as tw
 from thinwire.bench.averaging import interface_bytes
 from thinwire.bench.jobs import Job, Trained
-from thinwire.bench.methods import Hooked, attach_method
-from thinwire.train.config import TrainConfig
+from thinwire.bench.methods import Hooked, attach_method, optimizer_of
+from thinwire.train.config import ModelConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from thinwire.train.data.samples import DataConfig
 from thinwire.train.loop import training_step, validate
 from thinwire.train.progress import Progress
 from thinwire.train.run import assemble
@@ -36,12 +37,24 @@ def main() -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=600),
     )
-    config = TrainConfig(seed=job.seed, steps=job.horizon, batch_size=job.batch_size)
-    trained = train(job, replace(config, optimizer=replace(config.optimizer, lr=job.lr)))
+    trained = train(job, config_of(job))
     dist.barrier()
     dist.destroy_process_group()
     if os.environ["RANK"] == "0":
         sys.stdout.write(json.dumps(asdict(trained)))
+
+
+def config_of(job: Job) -> TrainConfig:
+    """The job as `thinwire train` would have it; its recipe is not the job's method."""
+    return TrainConfig(
+        seed=job.seed,
+        steps=job.horizon,
+        batch_size=job.batch_size,
+        data=DataConfig(sequence_length=job.sequence_length),
+        model=ModelConfig(name=job.model),
+        optimizer=OptimizerConfig(name=optimizer_of(job.method), lr=job.lr),
+        schedule=ScheduleConfig(warmup_steps=job.warmup_steps),
+    )
 
 
 def train(job: Job, config: TrainConfig) -> Trained:

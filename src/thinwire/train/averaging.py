@@ -74,7 +74,7 @@ def attach_recipe(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer],
     timeout = timedelta(seconds=config.timeout)
     method = method_of(config)
     if method is not None:
-        return attach_method(ddp, optimizers, method, config)
+        return average_now_and_then(method, ddp, optimizers, config)
     assert recipe.reducer is not None
     link = tw.attach(ddp, recipe.reducer, timeout=timeout)
     if config.verify_every:
@@ -82,8 +82,8 @@ def attach_recipe(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer],
     return Averaging(link)
 
 
-def attach_method(
-    ddp: DistributedDataParallel, optimizers: Sequence[Optimizer], method: Method, config: TrainConfig
+def average_now_and_then(
+    method: Method, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer], config: TrainConfig
 ) -> Averaging:
     """Average by local updates."""
     timeout = timedelta(seconds=config.timeout)

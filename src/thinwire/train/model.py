@@ -39,6 +39,7 @@ class Preset:
 
 # The large Llamas are named by their parameters without the embeddings.
 PRESETS: Mapping[str, Preset] = {
+    "llama-nano": Preset("llama", width=64, layers=2, heads=4, hidden=160, longest=2048, tied=True),
     "llama-tiny": Preset("llama", width=128, layers=4, heads=4, hidden=344, longest=2048, tied=True),
     "llama-small": Preset("llama", width=384, layers=8, heads=6, hidden=1024, longest=2048, tied=True),
     "llama-300m": Preset("llama", width=1024, layers=24, heads=16, hidden=2736, longest=4096, tied=False),
