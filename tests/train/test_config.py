@@ -109,10 +109,10 @@ def test_a_bad_file_is_refused_by_key(
         ({"port": 70000}, "port: must be at most 65535, got 70000"),
         ({"resume": True}, "resume: needs --out DIR"),
         ({"checkpoint.keep": 0}, "checkpoint.keep: must be at least 1, got 0"),
-        ({"model.name": "no/such-model"}, "model.name: 'no/such-model' is neither a preset (llama-tiny, "),
-        ({"model.name": "~no-such-user"}, "model.name: '~no-such-user' is neither a preset (llama-tiny, "),
+        ({"model.name": "no/such-model"}, "model.name: 'no/such-model' is neither a preset (llama-nano, "),
+        ({"model.name": "~no-such-user"}, "model.name: '~no-such-user' is neither a preset (llama-nano, "),
         ({"model.name": "x" * 5000}, "model.name: 'xxxx"),
-        ({"model.name": "."}, "model.name: '.' is neither a preset (llama-tiny, "),
+        ({"model.name": "."}, "model.name: '.' is neither a preset (llama-nano, "),
     ],
 )
 def test_what_cannot_run_is_refused_by_key(changes: dict[str, Any], message: str) -> None:

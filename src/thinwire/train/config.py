@@ -24,8 +24,8 @@ class ConfigError(ValueError):
 @dataclass(frozen=True)
 class ModelConfig:
     name: str = "llama-tiny"
-    """A preset with random weights (llama-nano, llama-tiny, llama-small, llama-300m, llama-600m, gpt2, gpt2-xl), or
-    a Hugging Face model id or directory whose weights are loaded."""
+    """A preset with random weights (llama-nano, llama-tiny, llama-small, llama-300m, llama-600m, gpt2, gpt2-xl),
+    or a Hugging Face model id or directory whose weights are loaded."""
     random_weights: bool = False
     """Take only the architecture of a model id or directory and start from random weights."""
     activation_checkpointing: bool = False
