@@ -31,8 +31,8 @@ SAME = ("param_hash", "val_loss", "final_train_loss", "tokens", "skipped_steps",
 
 FULL = pytest.mark.full
 IN_EVERY_STEP = [name for name in tw.recipes.names() if tw.recipes.get(name).method is None]
-ONE_OF_EACH = ["streaming-diloco", "pier-fp8", "muloco"]
-"""Local updates with something in flight, in two phases, with two optimizers and error memory."""
+ONE_OF_EACH = ["streaming-diloco", "pier-fp8"]
+"""Local updates with something in flight, in two phases, with error memory."""
 OTHERS = [name for name in tw.recipes.names() if name not in (*IN_EVERY_STEP, *ONE_OF_EACH)]
 
 

@@ -72,6 +72,9 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: only the last step and a stop by signal write one."""
     keep: int = 3
     """How many of the latest checkpoints are kept."""
+    snapshots: Path | None = None
+    """A directory in memory, such as /dev/shm, for snapshots at the end of every round of local updates, or every
+    50 steps: under torchrun --max-restarts the run goes on from the newest. For workers of one machine."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,10 @@ from thinwire.train.checkpoint.checkpointer import Checkpointer, CheckpointError
 from thinwire.train.checkpoint.state import TrainState
 from thinwire.train.config import TrainConfig
 from thinwire.train.optimizer import gradient_norm, learning_rate, set_learning_rate, set_settings, settings
-from thinwire.train.output import CONFIG, checkpoints, resuming
+from thinwire.train.output import CONFIG, resuming
 from thinwire.train.progress import Progress
 from thinwire.train.run import Run, assemble, count_targets, fetch, summed_loss
+from thinwire.train.snapshots import Savers
 
 logger = logging.getLogger(__name__)
 
@@ -81,22 +81,16 @@ def train(
     run = assemble(config, device)
     progress = Progress()
     state = TrainState(run.model, run.optimizers, run.sync or run.link, progress.numbers(), seed=config.seed)
-    checkpointer = Checkpointer(
-        checkpoints(out),
-        keep=config.checkpoint.keep,
-        identity=run.identity,
-        tokenizer=run.train_data.tokenizer,
-        timeout=timedelta(seconds=config.timeout),
-    )
+    savers = Savers(run, out)
     if config.resume:
-        progress = _resume(run, checkpointer, state)
+        progress = _resume(run, savers.newest(), state)
     log = _open_log(run, out, progress)
     try:
-        finished = _steps(run, progress, checkpointer, state, log, stop)
-        checkpointer.wait()
+        finished = _steps(run, progress, savers, state, log, stop)
+        savers.wait()
         summary = _summary(run, progress) if finished else None
     except TrainingError:  # on all ranks alike, so a save in flight can still end well
-        checkpointer.close()
+        savers.close()
         raise
     finally:
         if log is not None:
@@ -106,7 +100,7 @@ def train(
             log.finish(summary, progress.ddp_bytes)
         else:
             log.say(f"stopped at step {progress.step} of {config.steps}; {resuming(out)}")
-    checkpointer.close()
+    savers.close(over=True)
     run.averaging.detach()
     return Outcome(progress.step, finished, summary)
 
@@ -114,7 +108,7 @@ def train(
 def _steps(
     run: Run,
     progress: Progress,
-    checkpointer: Checkpointer,
+    savers: Savers,
     state: TrainState,
     log: metrics.RunLog | None,
     stop: Callable[[], bool],
@@ -127,7 +121,7 @@ def _steps(
         sent, waited = run.averaging.sent_bytes, run.averaging.exposed_seconds
         step = training_step(run, progress, stop)
         if step is None:
-            _save(run, progress, checkpointer, state)
+            _save(run, progress, savers.disk, state)
             return False
         _count(run, progress, step)
         last = progress.step == config.steps
@@ -165,7 +159,9 @@ def _steps(
         every = config.checkpoint.every
         # In a bad streak nothing is saved: one more checkpoint of a diverged run would displace a good one.
         if last or (every and progress.step % every == 0 and not step.bad):
-            _save(run, progress, checkpointer, state)
+            _save(run, progress, savers.disk, state)
+        elif savers.memory is not None and savers.snapshot_is_due(progress.step) and not step.bad:
+            _save(run, progress, savers.memory, state)
     return True
 
 

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import rendezvous
 
@@ -35,6 +37,7 @@ from thinwire.train.data.samples import DataError
 from thinwire.train.loop import Outcome, TrainingError, train
 from thinwire.train.output import OutputError, choose_output
 from thinwire.train.run import RanksDiffer
+from thinwire.train.snapshots import was_restarted
 from thinwire.usage import first_line, one_line
 
 logger = logging.getLogger(__name__)
@@ -82,6 +85,8 @@ def launched(config: TrainConfig, out: Path, ties: Ties, debug: bool) -> str:
 def under_torchrun(config: TrainConfig, debug: bool) -> int:
     """Run as the worker that torchrun started: rank and addresses are in the environment."""
     start_logging()
+    if was_restarted(config):
+        config = replace(config, resume=True)
     _guarded(lambda: _run(config, None, StopRequest()), debug=debug, speak=True)
     return 0
 
@@ -121,6 +126,8 @@ def start_process_group(backend: str, timeout: timedelta) -> None:
     """Connect all ranks. Each leaves a note in the store first, so that where they cannot be connected in time the
     ranks that never came can be named."""
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    # Workers that torchrun starts again may find the addresses of those before them in the same store.
+    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     store.set(f"thinwire/here/{rank}", "")
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
