@@ -8,15 +8,14 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.optim import Optimizer
 
 from thinwire.collectives import Slot, Wire
 from thinwire.data_parallel.parameters import local_part
-from thinwire.geometry import Fidelity, Observer
 from thinwire.reducers import Local, Reducer
 from thinwire.reducers.parts import Parts
 from thinwire.reducers.reducer import BoundReducer, State
+from thinwire.reducers.switch import Switch
 
 
 class Inner(Protocol):
@@ -67,63 +66,21 @@ class InnerMean:
         return self.reducer.sent_bytes(slots, world_size // self.groups) if self.groups else 0
 
 
-class BoundInnerMean:
+class BoundInnerMean(Switch):
     """Two reducers, and which of them it is now."""
 
     def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
         self.alike = False
         """Whether all ranks average. To be set between two reductions, on all ranks at once."""
-        self._parts = parts
-        self._reductions = 0
 
     @property
-    def _now(self) -> BoundReducer:
+    def now(self) -> BoundReducer:
         return self._parts["everybody" if self.alike else "group"]
 
     @property
     def replicas(self) -> Literal["identical", "drift"]:
         return "identical" if self.alike else "drift"
-
-    @property
-    def observers(self) -> Mapping[str, Observer]:
-        return self._now.observers
-
-    @property
-    def fidelity(self) -> Mapping[str, Fidelity]:
-        return self._now.fidelity
-
-    def begin(self) -> None:
-        self._reductions += 1
-        self._now.begin()
-
-    def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
-        return self._now.all_reduce(named, weight=weight)
-
-    def reduce_scatter(
-        self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
-    ) -> Future[None]:
-        return self._now.reduce_scatter(named, out, weight=weight)
-
-    def finite(self) -> bool:
-        return self._now.finite()
-
-    def rollback(self, names: Sequence[str] | None = None) -> None:
-        self._now.rollback(names)
-
-    def settle(self) -> None:
-        self._now.settle()
-
-    def set_loss_scale(self, scale: float) -> None:
-        self._parts.set_loss_scale(scale)
-
-    def state_dict(self) -> State:
-        return self._parts.state_dict(self._reductions)
-
-    def load_state_dict(self, state: State) -> None:
-        self._reductions = self._parts.load_state_dict(state)
-
-    def memory_bytes(self) -> int:
-        return self._parts.memory_bytes()
 
 
 class Averaged:

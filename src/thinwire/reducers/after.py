@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
-
-from torch import Tensor
-from torch.futures import Future
 
 from thinwire.collectives import Slot, Wire
-from thinwire.geometry import Fidelity, Observer
+from thinwire.geometry import Observer
 from thinwire.reducers.dense import Dense
 from thinwire.reducers.parts import Parts
-from thinwire.reducers.reducer import BoundReducer, Reducer, State, check_reducer
+from thinwire.reducers.reducer import BoundReducer, Reducer, check_reducer
+from thinwire.reducers.switch import Switch
 
 
 @dataclass(frozen=True)
@@ -49,60 +46,18 @@ class After:
         return self.reducer.sent_bytes(slots, world_size)
 
 
-class BoundAfter:
+class BoundAfter(Switch):
     """Two bound reducers and the count that chooses between them."""
 
     def __init__(self, steps: int, parts: Parts) -> None:
+        super().__init__(parts)
         self._steps = steps
-        self._parts = parts
-        self._reductions = 0
 
     @property
-    def replicas(self) -> Literal["identical", "drift"]:
-        return self._now.replicas
-
-    @property
-    def _now(self) -> BoundReducer:
+    def now(self) -> BoundReducer:
         return self._parts["before" if self._reductions <= self._steps else "after"]
 
     @property
     def observers(self) -> Mapping[str, Observer]:
-        following = self._parts["before" if self._reductions < self._steps else "after"]
-        return following.observers
-
-    @property
-    def fidelity(self) -> Mapping[str, Fidelity]:
-        return self._now.fidelity
-
-    def begin(self) -> None:
-        self._reductions += 1
-        self._now.begin()
-
-    def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
-        return self._now.all_reduce(named, weight=weight)
-
-    def reduce_scatter(
-        self, named: Mapping[str, Tensor], out: Mapping[str, Tensor], *, weight: float = 1.0
-    ) -> Future[None]:
-        return self._now.reduce_scatter(named, out, weight=weight)
-
-    def finite(self) -> bool:
-        return self._now.finite()
-
-    def rollback(self, names: Sequence[str] | None = None) -> None:
-        self._now.rollback(names)
-
-    def settle(self) -> None:
-        self._now.settle()
-
-    def set_loss_scale(self, scale: float) -> None:
-        self._parts.set_loss_scale(scale)
-
-    def state_dict(self) -> State:
-        return self._parts.state_dict(self._reductions)
-
-    def load_state_dict(self, state: State) -> None:
-        self._reductions = self._parts.load_state_dict(state)
-
-    def memory_bytes(self) -> int:
-        return self._parts.memory_bytes()
+        """Those of the next reduction's."""
+        return self._parts["before" if self._reductions < self._steps else "after"].observers
