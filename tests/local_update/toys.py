@@ -60,7 +60,7 @@ def bits(named: Named) -> str:
     digest = hashlib.sha256()
     for name, tensor in named.items():
         digest.update(name.encode())
-        digest.update(bytes(torch.as_tensor(tensor).contiguous().view(torch.uint8).flatten().tolist()))
+        digest.update(bytes(torch.as_tensor(tensor).contiguous().view(-1).view(torch.uint8).tolist()))
     return digest.hexdigest()
 
 
