@@ -12,6 +12,7 @@ from thinwire.train.config import ConfigError, ModelConfig
 from thinwire.train.model import PRESETS, Vocabulary, build_model, identity, longest_sequence
 
 SIZES = {  # with each family's usual vocabulary; Llamas are named without their embeddings
+    "llama-nano": (257, 0.111e6),
     "llama-tiny": (257, 0.82e6),
     "llama-small": (32000, 26.4e6),
     "llama-300m": (32000, 368e6),

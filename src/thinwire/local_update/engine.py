@@ -67,7 +67,6 @@ class LocalUpdate:
         optimizers: Sequence[Optimizer],
         total_steps: int | None,
         inner: Inner | None,
-        gradients: BoundInnerMean | None,
         resources: ExitStack,
     ) -> None:
         self.outer = outer
@@ -90,7 +89,6 @@ class LocalUpdate:
         self._optimizers = optimizers
         self._total_steps = total_steps
         self._inner = inner
-        self._gradients = gradients
         self._resources = resources
         self._sent = [0] * len(fragments)  # after which step
         self._tokens = [0.0] * len(fragments)  # since then
@@ -363,8 +361,8 @@ class LocalUpdate:
 
     def _settle_who_averages(self) -> None:
         """In the step that comes: all ranks while they are alike, then the ranks of a group."""
-        if self._gradients is not None:
-            self._gradients.alike = self.steps < self._plan.alike
+        if self._inner is not None and isinstance(self._inner.reducer, BoundInnerMean):
+            self._inner.reducer.alike = self.steps < self._plan.alike
         if isinstance(self._inner, Averaged):
             self._inner.next_step()
 

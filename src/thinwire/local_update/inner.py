@@ -21,6 +21,9 @@ from thinwire.reducers.switch import Switch
 class Inner(Protocol):
     """What averages gradients: a link, or `Averaged`."""
 
+    @property
+    def reducer(self) -> BoundReducer: ...
+
     def state_dict(self) -> State: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from thinwire.data_parallel.parameters import (
 from thinwire.local_update.buffers import Buffers
 from thinwire.local_update.engine import LocalUpdate
 from thinwire.local_update.fragments import cut
-from thinwire.local_update.inner import Averaged, BoundInnerMean, Inner, InnerMean, members_of_group
+from thinwire.local_update.inner import Averaged, Inner, InnerMean, members_of_group
 from thinwire.local_update.method import Method, Plan
 from thinwire.local_update.weights import Weights, wide
 from thinwire.reducers.reducer import is_configuration
@@ -55,11 +54,12 @@ def local_update(
 ) -> LocalUpdate:
     """Let every rank train `model` with `optimizer` on its own data, and average as `method` says.
 
-    `model` is a bare module, which then gets the parameters and buffers of rank 0, or a DistributedDataParallel
-    model, whose own averaging of gradients and buffers stops until `close()`, or a sharded one (FSDP2, tensor
-    parallel), of which every rank averages its own shards with the ranks along the mesh dimension `replicate`:
-    these must start equal. `group` (None: DDP's, or the default one) are the ranks that average whole parameters;
-    without torch.distributed a world of one. Several optimizers, such as Muon and AdamW, are given as a list.
+    `model` is a bare module, which then gets the parameters and buffers of the first rank, or a
+    DistributedDataParallel model, whose own averaging of gradients and buffers stops until `close()`, or a
+    sharded one (FSDP2, tensor parallel), of which every rank averages its own shards with the ranks along the mesh
+    dimension `replicate`, and gets those of the first among them. `group` (None: DDP's, or the default one) are
+    the ranks that average whole parameters; without torch.distributed a world of one. Several optimizers, such as
+    Muon and AdamW, are given as a list.
 
     Where the method averages gradients in every step, that happens in the backward pass of a DDP or FSDP2 model,
     and of any other when the first optimizer takes its step, after the script has clipped each rank's own.
@@ -95,9 +95,9 @@ def local_update(
         wire = _closing(stack, Wire(target.group, device=device_of(target.parameters), timeout=timeout))
         check_same_model(wire, slots_of(target.parameters))
         check_same_method(wire, method)
-        if not target.sharded and target.ddp is None:
+        if target.ddp is None:
             _start_equal(target.module, wire)
-        inner, gradients = _average_gradients(target, plan, optimizers, wire, stack, timeout)
+        inner = _average_gradients(target, plan, optimizers, wire, stack, timeout)
         weights, across = _share(target, plan, wire, stack, timeout)
         slots = weights.slots()
         reducer = plan.reducer.bind(slots, across)
@@ -116,7 +116,6 @@ def local_update(
             optimizers=optimizers,
             total_steps=total_steps,
             inner=inner,
-            gradients=gradients,
             resources=stack.pop_all(),
         )
 
@@ -130,7 +129,6 @@ class _Target:
     module: nn.Module
     """Without DDP."""
     ddp: DistributedDataParallel | None
-    sharded: bool
     group: dist.ProcessGroup | None
     """The ranks that average."""
     replicate: DeviceMesh | None
@@ -141,7 +139,6 @@ class _Target:
         cls, called: nn.Module, group: dist.ProcessGroup | None, replicate: DeviceMesh | None, plan: Plan
     ) -> _Target:
         bare = getattr(called, "_orig_mod", called)
-        sharded = is_sharded(bare)
         ddp = bare if isinstance(bare, DistributedDataParallel) else None
         if ddp is not None:
             if replicate is not None:
@@ -149,7 +146,7 @@ class _Target:
                     "local_update: replicate is for sharded models; DDP averages over its process group"
                 )
             group = ddp.process_group
-        if sharded:
+        if is_sharded(bare):
             group = replicate_group(bare, replicate, "local_update")
             if plan.groups is not None:
                 raise ValueError(
@@ -164,7 +161,7 @@ class _Target:
         check_parameters(module, parameters)
         if not trained_parameters(parameters):
             raise ValueError("local_update: the model has no parameters that take gradients")
-        return cls(called, module, ddp, sharded, group, replicate, parameters)
+        return cls(called, module, ddp, group, replicate, parameters)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -178,7 +175,7 @@ def _average_gradients(
     wire: Wire,
     stack: ExitStack,
     timeout: timedelta | None,
-) -> tuple[Inner | None, BoundInnerMean | None]:
+) -> Inner | None:
     """What averages gradients between the rounds, if anything is to; DDP's own averaging ends in any case."""
     mean = InnerMean(plan.inner, plan.groups, alike=plan.alike > 0)
     averages = plan.alike > 0 or plan.groups is not None
@@ -188,15 +185,15 @@ def _average_gradients(
     if target.ddp is not None or (averages and is_fsdp2(target.module)):
         link = attach(target.called, mean, replicate=target.replicate, timeout=timeout, ledger=wire.ledger)
         stack.callback(link.detach)
-        return link, cast(BoundInnerMean, link.reducer)
+        return link
     if not averages:
-        return None, None
+        return None
     own = _closing(stack, Wire(target.group, device=wire.device, timeout=timeout, ledger=wire.ledger))
     bound = mean.bind(slots_of(target.parameters), own)
     held = {name: p for name, p in target.trained.items() if local_part(p).numel()}
     averaged = Averaged(optimizers, held, bound)
     stack.callback(averaged.detach)
-    return averaged, bound
+    return averaged
 
 
 def _share(
@@ -242,7 +239,8 @@ def _check_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> Non
 @torch.no_grad()
 def _start_equal(module: nn.Module, wire: Wire) -> None:
     """All ranks start from the parameters and buffers of the first, as under DDP."""
-    for tensor in [*module.parameters(), *module.buffers()]:
-        whole = tensor.detach().contiguous()
-        wire.control_broadcast(whole)
-        tensor.copy_(whole)
+    for tensor in map(local_part, [*module.parameters(), *module.buffers()]):
+        if tensor.numel():
+            whole = tensor.contiguous()
+            wire.control_broadcast(whole)
+            tensor.copy_(whole)
