@@ -152,17 +152,39 @@ def test_accumulated_gradients_are_averaged_once_per_step(two: list[dict[str, An
         assert found["accumulated"] < 1e-6
 
 
-def constants() -> int:
-    """Control bytes of a round of a model whose buffers are equal."""
-    model = Layers()
-    model.register_buffer("table", torch.arange(1000.0))
+class Constant(Layers):
+    """A table that no float sum of three thirds gives back, and a statistic that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0.1, 7.3, 1000))
+        self.register_buffer("statistic", torch.zeros(4))
+
+
+def rounds(*, moves: bool, bad: int | None = None) -> tuple[list[int], bool, list[float]]:
+    """Control bytes of each round; whether the table is as it was; the statistic at the end. With `bad`, rank 1's
+    is not finite in that round."""
+    model, rank = Constant(), dist.get_rank()
+    table = model.table.clone()
     sync = tw.local_update(model, SGD(model.parameters(), lr=0.1), tw.LocalSGD(every=1))
-    before = sync.ledger.sent_bytes(control=True)
-    sync.step()
-    sent = sync.ledger.sent_bytes(control=True) - before
+    sent = []
+    for number in range(3):
+        if moves:
+            model.statistic += float("nan") if number == bad and rank == 1 else 1.5 * rank
+        before = sync.ledger.sent_bytes(control=True)
+        sync.step()
+        sent.append(sync.ledger.sent_bytes(control=True) - before)
     sync.close()
-    return sent
+    return sent, torch.equal(model.table, table), model.statistic.tolist()
 
 
-def test_constants_cost_a_hash() -> None:
-    assert run_ranks(constants, 2) == [8, 8]
+def on_three_ranks() -> list[Any]:
+    return [rounds(moves=False), rounds(moves=True), rounds(moves=True, bad=1)]
+
+
+def test_constants_cost_a_hash_and_stay_as_they_are_beside_a_statistic_that_moves() -> None:
+    """Of two buffers, 8 bytes each to the two others; the statistic besides, 4 floats by a ring of three."""
+    for still, moving, bad in run_ranks(on_three_ranks, 3):
+        assert still == ([32, 32, 32], True, [0.0] * 4)
+        assert moving == ([32 + 21] * 3, True, [4.5] * 4)
+        assert bad[1:] == (True, [3.0] * 4)  # in the second round all went back to what they had agreed on

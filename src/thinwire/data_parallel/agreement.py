@@ -54,6 +54,11 @@ def ranks_that_differ(wire: Wire, tensors: Iterable[Tensor], *, abstain: bool = 
     return [wire.ranks[rank] for rank, vote in counted.items() if vote != most]
 
 
+def hash_of(tensor: Tensor) -> Tensor:
+    """8 bytes, uint8, of a hash of the tensor's bytes."""
+    return _hash(_digest(tensor))
+
+
 def _different(wire: Wire, configuration: object) -> str | None:
     """What two ranks have, if not the same."""
     described = re.sub(r" at 0x[0-9a-f]+", "", repr(configuration))  # the address of a rule that is a function

@@ -10,15 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import Wire
-from thinwire.data_parallel.agreement import ranks_that_differ
+from thinwire.data_parallel.agreement import hash_of
 from thinwire.data_parallel.parameters import local_part
 
 
 class Buffers:
     """The buffers of a module by name, and a copy of what the ranks agreed on last.
 
-    `average` takes the mean of floating point and complex buffers and the largest of all others (counts); ranks
-    whose buffers are equal, as constants are, send 8 bytes to find that out and nothing else. Control traffic.
+    `average` takes the mean of floating point and complex buffers and the largest of all others (counts). Those
+    that are equal, as constants are, stay as they are and cost a hash of 8 bytes to each rank; one whose mean is
+    not finite goes back to what was agreed on last. Control traffic.
     """
 
     def __init__(self, buffers: Mapping[str, Tensor], wire: Wire) -> None:
@@ -28,9 +29,10 @@ class Buffers:
 
     def average(self) -> None:
         """Collective."""
-        if self._buffers and ranks_that_differ(self._wire, map(local_part, self._buffers.values())):
-            for buffer in map(local_part, self._buffers.values()):
-                self._average(buffer)
+        for name in self._differing():
+            buffer = local_part(self._buffers[name])
+            mean = self._mean(buffer)
+            buffer.copy_(mean if bool(mean.isfinite().all()) else self._agreed[name])
         self._agreed = self.copies()
 
     def copies(self) -> dict[str, Tensor]:
@@ -59,11 +61,19 @@ class Buffers:
                 raise ValueError(f"the local-update state has no buffer {name!r} of shape {tuple(agreed.shape)}")
             agreed.copy_(saved)
 
-    def _average(self, buffer: Tensor) -> None:
+    def _differing(self) -> list[str]:
+        """Of which not all ranks hold the same bits."""
+        if not self._buffers:
+            return []
+        hashes = torch.stack([hash_of(local_part(buffer)) for buffer in self._buffers.values()])  # (n, 8)
+        everyone = self._wire.control_all_gather(hashes.to(self._wire.device))  # (W, n, 8)
+        differ = (everyone != everyone[0]).any(dim=2).any(dim=0).tolist()
+        return [name for name, differs in zip(self._buffers, differ) if differs]
+
+    def _mean(self, buffer: Tensor) -> Tensor:
         whole = buffer.contiguous()
         if whole.is_floating_point() or whole.is_complex():
-            mean = whole.to(torch.promote_types(whole.dtype, torch.float32))
-            buffer.copy_(self._wire.control_all_reduce(mean.div_(self._wire.world_size)))
-        else:
-            largest = whole.to(torch.int64)  # gloo knows no maximum of booleans
-            buffer.copy_(self._wire.control_all_reduce(largest, dist.ReduceOp.MAX))
+            mean = whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
+            return self._wire.control_all_reduce(mean.div_(self._wire.world_size))
+        largest = whole.to(torch.int64, copy=True)  # gloo knows no maximum of booleans
+        return self._wire.control_all_reduce(largest, dist.ReduceOp.MAX)
