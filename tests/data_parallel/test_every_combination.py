@@ -186,8 +186,12 @@ def each(combinations: list[Combination]) -> list[Found]:
     model = Oddities()
     means = {step: exact(model, step) for step in range(STEPS) if step != BROKEN}
     ddp = DDP(model, find_unused_parameters=True, bucket_cap_mb=0.08)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
     found = []
     for combination in combinations:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(start[name])  # a bfloat16 one that has grown would not move any more
         try:
             found.append(trained(ddp, combination, means))
         except Exception as error:
