@@ -333,6 +333,9 @@ def test_few_rounds_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
         ({"outer": 0.7}, "outer must be a function of the tensors that it moves, got 0.7"),
         ({"every": 6, "fragments": 7}, "fragments must be 1 to every, 6, got 7"),
         ({"every": 6, "fragments": 3, "delay": 2}, "delay must be 0 to every // fragments - 1, 1, got 2"),
+        ({"fragments": ("head.*",)}, "fragments must be a number of at least 1, or names and globs of each"),
+        ({"fragments": 2.0}, "fragments must be a number of at least 1, or names and globs of each"),
+        ({"merge": "x"}, "merge must be from 0 to 1, got 'x'"),
         ({"merge": 1.5}, "merge must be from 0 to 1, got 1.5"),
         ({"order": "random"}, "order must be 'strided' or 'sequential', got 'random'"),
     ],
@@ -389,5 +392,34 @@ def test_what_does_not_fit_a_model_is_refused_by_name() -> None:
     state = sync.state_dict()
     with pytest.raises(ValueError, match=r"no 'anchor\.head\.weight' of shape \(5, 16\)"):
         sync.load_state_dict({k: v for k, v in state.items() if k != "anchor.head.weight"})
-    with pytest.raises(ValueError, match="has 1 fragments, expected 3"):
+    with pytest.raises(ValueError, match="the local-update state has fragments"):
         tw.local_update(model, inner, STREAMING).load_state_dict(state)
+
+
+def test_a_state_without_its_outer_momentum_or_of_another_outer_optimizer_is_refused_and_nothing_changed() -> None:
+    model = Layers()
+    inner = AdamW(model.parameters(), lr=0.01)
+    method = tw.DiLoCo(every=2)
+    sync = tw.local_update(model, inner, method)
+    for step in range(2):
+        train(model, inner, step, 0)
+        sync.step()
+    state = sync.state_dict()
+    for step in range(2, 4):
+        train(model, inner, step, 0)
+        sync.step()
+    after = bits({k: v for k, v in sync.state_dict().items() if isinstance(v, Tensor)})
+    key = "outer.head.weight.momentum_buffer"
+    with pytest.raises(ValueError, match=f"has no '{key}' of the outer optimizer"):
+        sync.load_state_dict({k: v for k, v in state.items() if k != key})
+    with pytest.raises(ValueError, match="outer_class 'Adam', expected 'SGD'"):
+        sync.load_state_dict({**state, "outer_class": "Adam"})
+    assert bits({k: v for k, v in sync.state_dict().items() if isinstance(v, Tensor)}) == after
+    sync.load_state_dict(state)
+
+
+def test_plain_averages_are_not_warned_of_for_few_rounds(caplog: pytest.LogCaptureFixture) -> None:
+    model = Layers()
+    for method in (tw.LocalSGD(every=100), tw.PostLocalSGD(every=100)):
+        tw.local_update(model, SGD(model.parameters(), lr=0.1), method, total_steps=300).close()
+    assert not caplog.text

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch.optim import SGD
 
-from thinwire.local_update.method import Plan
+from thinwire.local_update.method import Plan, is_number
 from thinwire.reducers import Dense, Reducer
 
 _to_the_mean = partial(SGD, lr=1.0)
@@ -32,7 +32,7 @@ class LocalSGD:
         self.plan()
 
     def plan(self, total_steps: int | None = None) -> Plan:
-        return Plan(self.every, self.reducer, _to_the_mean)
+        return Plan(self.every, self.reducer, _to_the_mean, rounds=0)
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,12 @@ class PostLocalSGD:
 
     def plan(self, total_steps: int | None = None) -> Plan:
         start = self.start
-        if start < 0 or (isinstance(start, float) and start > 1):
+        if not is_number(start) or not start >= 0 or (isinstance(start, float) and start > 1):
             raise ValueError(f"start must be a number of steps, or a fraction of the run's, got {start!r}")
         if isinstance(start, float):
             if total_steps is None:
                 raise ValueError("start is a fraction of the run: pass total_steps to local_update")
             start = round(start * total_steps)
-        return Plan(self.every, self.reducer, _to_the_mean, alike=start, groups=self.groups, inner=self.inner)
+        return Plan(
+            self.every, self.reducer, _to_the_mean, alike=start, groups=self.groups, inner=self.inner, rounds=0
+        )

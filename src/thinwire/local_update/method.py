@@ -67,6 +67,8 @@ class Plan:
     """How gradients are averaged."""
     share_anchors: bool = False
     """Whether the ranks of a group share the anchors and what the outer optimizer keeps."""
+    rounds: int = 50
+    """Fewer in a run are warned of: momentum and schedules of an outer optimizer need some to pay."""
     offload: bool = False
     """Whether anchors and what the outer optimizer keeps stay in the memory of the host."""
 
@@ -74,13 +76,15 @@ class Plan:
         check_reducer(self.reducer, "a local-update method")
         check_reducer(self.inner, "a local-update method's inner")
         every, count, groups = self.every, self.count, self.groups
+        few = f"1 to every, {every}" if count else "a number of at least 1, or names and globs of each fragment"
         gap = every // max(count, 1) if isinstance(every, int) else 0
+        delay = isinstance(self.delay, int) and self.delay in range(gap)
         for key, value, fine, what in [
             ("every", every, isinstance(every, int) and every >= 1, "a whole number of at least 1"),
-            ("fragments", self.fragments, isinstance(every, int) and 1 <= count <= every, f"1 to every, {every}"),
+            ("fragments", self.fragments, isinstance(every, int) and 1 <= count <= every, few),
             ("order", self.order, self.order in ("strided", "sequential"), "'strided' or 'sequential'"),
-            ("delay", self.delay, self.delay in range(gap), f"0 to every // fragments - 1, {gap - 1}"),
-            ("merge", self.merge, 0.0 <= self.merge <= 1.0, "from 0 to 1"),
+            ("delay", self.delay, delay, f"0 to every // fragments - 1, {gap - 1}"),
+            ("merge", self.merge, is_number(self.merge) and 0.0 <= self.merge <= 1.0, "from 0 to 1"),
             ("groups", self.groups, groups is None or (isinstance(groups, int) and groups >= 1), "at least 1"),
             ("outer", self.outer, callable(self.outer), "a function of the tensors that it moves"),
         ]:
@@ -89,8 +93,10 @@ class Plan:
 
     @property
     def count(self) -> int:
-        """Fragments."""
-        return self.fragments if isinstance(self.fragments, int) else len(self.fragments)
+        """Fragments; 0 for what are none."""
+        if isinstance(self.fragments, int):
+            return self.fragments
+        return len(self.fragments) if _are_names(self.fragments) else 0
 
     def sending(self, step: int) -> Sequence[int]:
         """The fragments whose pseudo-gradient is taken after step number `step`, from 1."""
@@ -111,9 +117,21 @@ class Method(Protocol):
         that cannot be."""
 
 
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _are_names(fragments: object) -> bool:
+    """Whether each fragment has a tuple of names."""
+    return isinstance(fragments, tuple | list) and all(
+        isinstance(names, tuple | list) and names and all(isinstance(name, str) for name in names)
+        for names in fragments
+    )
+
+
 def check_outer(prefix: str, lr: float, momentum: float) -> None:
     """Raise ValueError with its key for a learning rate or momentum that cannot be."""
-    if not (isinstance(lr, int | float) and 0 <= lr < float("inf")):
+    if not (is_number(lr) and 0 <= lr < float("inf")):
         raise ValueError(f"{prefix}_lr must be a number of at least 0, got {lr!r}")
-    if not (isinstance(momentum, int | float) and 0 <= momentum < 1):
+    if not (is_number(momentum) and 0 <= momentum < 1):
         raise ValueError(f"{prefix}_momentum must be from 0 to less than 1, got {momentum!r}")

@@ -17,7 +17,7 @@ from functools import partial
 
 from torch.optim import SGD
 
-from thinwire.local_update.method import Moment, Plan
+from thinwire.local_update.method import Moment, Plan, is_number
 from thinwire.local_update.schedule import Schedule, check_schedule, value_at
 from thinwire.reducers import Dense, Reducer
 
@@ -60,9 +60,14 @@ class Pier:
 
     def __post_init__(self) -> None:
         check_schedule("outer_lr", self.outer_lr)
-        check_schedule("outer_momentum", self.outer_momentum)
-        if not 0 <= self.warmup < 1:
+        check_schedule("outer_momentum", self.outer_momentum, below=1.0)
+        if not is_number(self.warmup) or not 0 <= self.warmup < 1:
             raise ValueError(f"warmup must be from 0 to less than 1, a fraction of the run, got {self.warmup!r}")
+        if self.warmup < self.outer_lr[0][0]:
+            raise ValueError(
+                f"warmup {self.warmup} ends before outer_lr starts, at {self.outer_lr[0][0]} of the run: rounds "
+                "in between would be thrown away; make the warm-up longer, or let outer_lr start earlier"
+            )
         self.plan(1)
 
     def plan(self, total_steps: int | None = None) -> Plan:

@@ -30,8 +30,8 @@ def value_at(schedule: Schedule, progress: float) -> float:
     return float(value)
 
 
-def check_schedule(key: str, schedule: Schedule) -> None:
-    """Raise ValueError with the key unless these are stretches in order."""
+def check_schedule(key: str, schedule: Schedule, below: float = math.inf) -> None:
+    """Raise ValueError with the key unless these are stretches in order, of values from 0 to less than `below`."""
     stretches = schedule if isinstance(schedule, tuple) else ()
     starts = [stretch[0] for stretch in stretches if _is_stretch(stretch)]
     if not starts or len(starts) < len(stretches) or starts != sorted(set(starts)):
@@ -39,6 +39,10 @@ def check_schedule(key: str, schedule: Schedule) -> None:
             f"{key} must be stretches (start, value), (start, first, last) or (start, first, last, 'cosine') with "
             f"starts that rise from 0 to less than 1, got {schedule!r}"
         )
+    values = [value for stretch in stretches for value in stretch[1:3]]
+    if not all(0 <= value < below for value in values):
+        limit = "" if below == math.inf else f" and below {below:g}"
+        raise ValueError(f"{key} must have values of at least 0{limit}, got {schedule!r}")
 
 
 def _is_stretch(stretch: object) -> bool:
