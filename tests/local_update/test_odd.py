@@ -13,12 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 import thinwire as tw
 from tests.local_update.toys import Layers, bits, train, weights
 from tests.support.ranks import run_ranks
+from thinwire.data_parallel.parameters import local_part
 
 STEPS, EVERY = 13, 4
 INT8 = tw.Routed(tw.Quantized("int8", feedback="error"))
@@ -56,7 +59,7 @@ METHODS = {
     "streaming": tw.StreamingDiLoCo(every=6, fragments=3, delay=1, reducer=INT8),
     "pier": tw.Pier(every=EVERY, warmup=0.3),
     "one group": tw.Pier(every=EVERY, warmup=0.3, groups=1, shard_reference=True, reducer=INT8),
-    "narrow gradients": tw.Pier(every=EVERY, warmup=0.0, groups=1, inner=INT8),
+    "narrow gradients": tw.PostLocalSGD(start=0, every=EVERY, groups=1, inner=INT8),
     "never": tw.PostLocalSGD(start=0, every=50, groups=1),
     "always": tw.PostLocalSGD(start=100, every=3),
 }
@@ -107,30 +110,143 @@ def test_odd_parameters_and_buffers_end_alike_on_all_ranks() -> None:
     assert len(set(first.values())) > len(METHODS)
 
 
-def killed(method: tw.Pier) -> str:
+def killed(method: tw.Pier | tw.DiLoCo, in_step: int, trained: bool) -> str:
     """Rank 3 dies in the second phase: when the others hear of it, and whether they hold the agreed weights."""
-    rank, model = dist.get_rank(), Layers()
+    rank, model, replicate = dist.get_rank(), Layers(), None
+    if isinstance(method, tw.DiLoCo):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        module, replicate = fully_shard(model, mesh=mesh["shard"]), mesh["replicate"]
+    else:
+        module = DDP(model)
     optimizer = AdamW(model.parameters(), lr=0.01)
-    module = DDP(model)
-    sync = tw.local_update(module, optimizer, method, total_steps=40, timeout=timedelta(seconds=20))
+    sync = tw.local_update(
+        module, optimizer, method, total_steps=40, replicate=replicate, timeout=timedelta(seconds=20)
+    )
+
+    def held() -> str:
+        return bits({name: local_part(tensor) for name, tensor in weights(model).items()})
+
     agreed = ""
     for step in range(12):
-        if step == 9 and rank == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
         try:
+            if step == in_step and rank == 3 and not trained:
+                os.kill(os.getpid(), signal.SIGKILL)
             train(module, optimizer, step, rank)
+            if step == in_step and rank == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
             if sync.step():
-                agreed = bits(weights(model))
+                agreed = held()
         except tw.CollectiveError as error:
-            raise AssertionError(f"step {step}|{bits(weights(model)) == agreed}|{error}") from None
+            raise AssertionError(f"step {step}|{held() == agreed}|{error}") from None
     return "finished"
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_other_group_goes_back_to_the_agreed_weights_when_a_rank_dies(shared: bool) -> None:
     method = tw.Pier(every=EVERY, groups=2, warmup=0.1, shard_reference=shared)
-    found = [str(result).strip().splitlines()[-1] for result in run_ranks(killed, 4, method, check=False)]
+    found = [
+        str(result).strip().splitlines()[-1] for result in run_ranks(killed, 4, method, 9, False, check=False)
+    ]
     for rank in (0, 1):
         assert f"AssertionError: step 11|True|rank {rank}: all_reduce of" in found[rank]
         assert "no answer from rank" in found[rank]
     assert "|rank 2: all_reduce of" in found[2]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [tw.Pier(every=EVERY, groups=2, warmup=0.1, shard_reference=True), tw.DiLoCo(every=EVERY)],
+    ids=["shared", "sharded"],
+)
+def test_ranks_that_hold_parts_of_the_same_weights_all_go_back_when_one_hears_nothing(
+    method: tw.Pier | tw.DiLoCo,
+) -> None:
+    """Rank 3 dies before it sends: ranks 0 and 2 have all of their part's mean, rank 1 has not."""
+    found = [
+        str(result).strip().splitlines()[-1] for result in run_ranks(killed, 4, method, 11, True, check=False)
+    ]
+    assert "step 11|True|rank 0: the mean of fragment 0 did not reach a rank that holds other parts" in found[0]
+    assert "step 11|True|rank 1: all_reduce of" in found[1]
+    assert "|rank 2: all_reduce of control values failed; no answer from rank 3" in found[2]
+
+
+def unlike(rank: int) -> dict[str, str]:
+    """What is said of arguments that differ between two ranks, or that no rank should give."""
+    norm = nn.BatchNorm1d(3, track_running_stats=rank == 0)
+    foreign = SGD([nn.Parameter(torch.ones(2))], lr=0.1) if rank else None
+    alone, _ = dist.new_group([0]), dist.new_group([1])
+    ring = init_device_mesh("cpu", (2,), mesh_dim_names=("all",))
+    pier, diloco = tw.Pier(), tw.DiLoCo()
+    return {
+        "total_steps": refused(Layers(), pier, total_steps=100 + rank),
+        "sync_buffers": refused(Layers(), diloco, sync_buffers=rank == 0),
+        "buffers": refused(norm, diloco),
+        "optimizer": refused(Layers(), diloco, foreign),
+        "no optimizer": refused(Layers(), diloco, []),
+        "parameters": refused(Layers(), diloco, list(Layers().parameters())),
+        "no model": refused(None, diloco, []),
+        "group": refused(DDP(Layers()), diloco, group=alone),
+        "both": refused(Layers(), diloco, group=dist.group.WORLD, replicate=ring["all"]),
+        "no mesh": refused(Layers(), diloco, replicate="all"),
+        "no optimizer made": refused(Layers(), tw.DiLoCo(outer=lambda tensors: None)),
+        "closure": refused(Layers(), tw.DiLoCo(outer=torch.optim.LBFGS)),
+    }
+
+
+def refused(model: Any, method: Any, optimizer: Any = None, **arguments: Any) -> str:
+    optimizer = SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
+    try:
+        tw.local_update(model, optimizer, method, **arguments)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def two_ranks() -> tuple[dict[str, str], float]:
+    return unlike(dist.get_rank()), resumed_with_tokens(dist.get_rank())
+
+
+def resumed_with_tokens(rank: int) -> float:
+    """A weight that ranks moved to 0 and 8, by 3 tokens and 1, after a run that stopped there ends."""
+    state = None
+    for _ in range(2):
+        model = nn.Linear(1, 1, bias=False)
+        sync = tw.local_update(model, SGD(model.parameters(), lr=0.1), tw.LocalSGD(every=5))
+        if state is None:
+            sync.step(tokens=torch.tensor(3 - 2 * rank))
+            state = sync.state_dict()
+        else:
+            sync.load_state_dict(state)
+            nn.init.constant_(model.weight, 8.0 * rank)
+            sync.finish()
+        sync.close()
+    return float(model.weight.detach())
+
+
+def test_arguments_that_do_not_fit_are_refused_on_every_rank_and_tokens_count_after_a_stop() -> None:
+    (first, weight), (second, other) = run_ranks(two_ranks, 2)
+    assert weight == other == pytest.approx(2.0)
+    differs = "ValueError: local_update: {} differs between rank 0 and rank 1: use the same on every rank"
+    assert first["total_steps"] == second["total_steps"] == differs.format("total_steps")
+    assert first["sync_buffers"] == second["sync_buffers"] == differs.format("sync_buffers")
+    assert "'buffer running_mean torch.float32 (3,)' on rank 0 and absent on rank 1" in first["buffers"]
+    assert first["optimizer"].startswith("ValueError: local_update: rank 1 has an optimizer that does not fit")
+    assert "the optimizer has 1 of 1 parameters that are not the model's" in second["optimizer"]
+    assert "needs the optimizer that trains the model, got none" in first["no optimizer"]
+    assert first["parameters"].startswith("TypeError: local_update needs the optimizer that trains the model")
+    assert first["no model"] == "TypeError: local_update needs a model, an nn.Module, got NoneType"
+    assert "DDP averages over its own process group: leave group out" in first["group"]
+    assert "group must be a process group that this rank is in, got" in second["group"]
+    assert "replicate says which ranks average: leave group out" in first["both"]
+    assert "replicate is one dimension of a mesh" in first["no mesh"]
+    assert "outer must make an optimizer whose step needs no closure, got NoneType" in first["no optimizer made"]
+    assert "needs no closure, got LBFGS" in first["closure"]
+
+
+@pytest.mark.parametrize("tokens", ["some", -1, float("nan"), torch.ones(2)])
+def test_what_is_no_number_of_tokens_is_refused(tokens: Any) -> None:
+    model = Layers()
+    sync = tw.local_update(model, SGD(model.parameters(), lr=0.1), tw.DiLoCo())
+    with pytest.raises(ValueError, match="step: tokens cannot be"):
+        sync.step(tokens=tokens)
+    assert sync.steps == 0

@@ -121,6 +121,15 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "half": said(
             lambda: tw.attach(halfway(mesh), tw.Dense(), replicate=mesh["replicate"]),
         ),
+        "half, local update": said(
+            lambda: tw.local_update(*with_optimizer(halfway(mesh)), tw.DiLoCo(), replicate=mesh["replicate"])
+        ),
+        "shards": said(lambda: tw.attach(sharded(Layers(), mesh["shard"]), tw.Dense(), replicate=mesh["shard"])),
+        "shards, local update": said(
+            lambda: tw.local_update(
+                *with_optimizer(sharded(Layers(), mesh["shard"])), tw.DiLoCo(), replicate=mesh["shard"]
+            )
+        ),
         "DDP": said(lambda: tw.attach(DDP(bare), tw.Dense(), replicate=mesh["replicate"])),
         "unused": said(lambda: loss(unused, 0, 0).backward()),
         "groups": said(
@@ -194,6 +203,9 @@ def test_a_shard_is_sent_once_per_step_and_narrow_formats_work(hsdp: list[dict[s
         ("whole mesh", "ValueError: attach: replicate is one dimension of a mesh"),
         ("second", "ValueError: this model has an all-reduce hook already"),
         ("half", r"ValueError: 'layers\.1\.weight' is not sharded by FSDP2: call fully_shard on the root"),
+        ("half, local update", r"ValueError: 'layers\.1\.weight' is not sharded by FSDP2: call fully_shard on"),
+        ("shards", "ValueError: attach: the ranks along replicate hold different shards of FSDPLayers: write"),
+        ("shards, local update", "ValueError: local_update: the ranks along replicate hold different shards"),
         ("DDP", "ValueError: attach: replicate is for sharded models"),
         ("unused", "ValueError: a parameter of the root module got no gradient.* spare"),
         ("groups", "ValueError: groups: those of a sharded model are the ranks that share its shards"),
@@ -244,7 +256,90 @@ def fsdp_and_ddp() -> dict[str, Any]:
     sync.finish()
     found["streaming"] = {"weights": plain(whole(model))}
     sync.close()
+    found["evaluated"] = [evaluated(mesh, evaluations) for evaluations in (False, True)]
+    found["narrow"] = {streaming: narrow(mesh, streaming) for streaming in (False, True)}
+    found["one infinity"] = one_infinity(mesh)
     return found
+
+
+def evaluated(mesh: DeviceMesh, evaluations: bool) -> tuple[list[str], list[float]]:
+    """Bits after every step, and losses. An evaluation has FSDP2 gather weights, and keep those of the root."""
+    model, rank = sharded(Layers(), mesh["shard"]), dist.get_rank()
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    if evaluations:
+        evaluate(model)
+    link = tw.attach(model, tw.Dense(), replicate=mesh["replicate"])
+    history = steps(model, optimizer, rank, 2)
+    link.detach()
+    losses = [evaluate(model)] if evaluations else []
+    sync = tw.local_update(model, optimizer, tw.DiLoCo(every=4), replicate=mesh["replicate"])
+    history += steps(model, optimizer, rank, 6, sync)
+    if evaluations:
+        evaluate(model)
+        with sync.agreed():
+            losses = [evaluate(model), evaluate(gathered(model))]
+    history += steps(model, optimizer, rank, 1, sync)
+    losses += [evaluate(model)] if evaluations else []
+    sync.finish()
+    losses += [evaluate(model), evaluate(gathered(model))] if evaluations else []
+    sync.close()
+    return history, losses
+
+
+def evaluate(model: nn.Module) -> float:
+    with torch.no_grad():
+        return float(loss(model, 99, 0))
+
+
+def gathered(model: nn.Module) -> Layers:
+    bare = Layers()
+    bare.load_state_dict(whole(model))
+    return bare
+
+
+class Narrow(nn.Module):
+    """Of its one-row weights, a rank of two holds nothing."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(12, 1, bias=False), nn.Linear(1, rows, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).expand(-1, 5)  # type: ignore[no-any-return]
+
+
+def narrow(mesh: DeviceMesh, streaming: bool) -> str:
+    """Bits after training of which one rank of each replica holds nothing, or nothing of one fragment."""
+    model = Narrow(5 if streaming else 1)
+    method = tw.StreamingDiLoCo(every=4, fragments=(("first.*",), ("second.*",))) if streaming else PIER
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    sync = tw.local_update(model, optimizer, method, total_steps=STEPS, replicate=mesh["replicate"])
+    steps(model, optimizer, dist.get_rank(), 9, sync)
+    sync.load_state_dict(copy.deepcopy(sync.state_dict()))
+    sync.verify()
+    sync.finish()
+    sync.close()
+    return bits(whole(model))
+
+
+def one_infinity(mesh: DeviceMesh) -> dict[str, bool]:
+    """Which parameters moved in a round in which one rank of one replica ends with one weight that is infinite."""
+    model = Columns()
+    parallelize_module(model, mesh["shard"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    start = {name: local(p).clone() for name, p in model.named_parameters()}
+    optimizer = AdamW(model.parameters(), lr=0.01, foreach=False)
+    sync = tw.local_update(model, optimizer, tw.DiLoCo(every=2), replicate=mesh["replicate"])
+    for step in range(2):
+        optimizer.zero_grad()
+        loss(model, step, mesh["replicate"].get_local_rank()).backward()
+        optimizer.step()
+        if step == 1 and dist.get_rank() == 1:
+            local(model.first.weight)[0, 0] = torch.inf
+        sync.step()
+    sync.close()
+    return {name: not torch.equal(local(p), start[name]) for name, p in model.named_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +363,26 @@ def test_ranks_with_the_same_shards_agree_after_a_round(shards: list[dict[str, A
                 equal = shards[a][method]["history"][step] == shards[b][method]["history"][step]
                 assert equal == (step < alike or step % 4 == 3)
     assert all(found["streaming"] == shards[0]["streaming"] for found in shards)
+
+
+def test_an_evaluation_sees_the_agreed_weights_and_changes_nothing(shards: list[dict[str, Any]]) -> None:
+    for found in shards:
+        (without, _), (history, losses) = found["evaluated"]
+        assert history == without
+        agreed, agreed_gathered, between, finished, finished_gathered = losses
+        assert agreed == pytest.approx(agreed_gathered, abs=1e-6)
+        assert finished == pytest.approx(finished_gathered, abs=1e-6)
+        assert between != finished
+
+
+def test_a_rank_may_hold_nothing_of_a_narrow_model(shards: list[dict[str, Any]]) -> None:
+    assert all(found["narrow"] == shards[0]["narrow"] for found in shards)
+
+
+def test_one_weight_that_is_not_finite_moves_no_part_of_a_sharded_replica(shards: list[dict[str, Any]]) -> None:
+    """Else the layers that tensor parallelism leaves whole would come apart."""
+    for found in shards:
+        assert not any(found["one infinity"].values())
 
 
 class Columns(nn.Module):

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives import Ledger, Wire
 from thinwire.data_parallel.agreement import check_same_model, check_same_reducer
 from thinwire.data_parallel.ddp import trampoline_of
-from thinwire.data_parallel.fsdp import attach_fsdp, is_fsdp2, replicate_group
+from thinwire.data_parallel.fsdp import attach_fsdp, is_fsdp2, replicate_group, reshard
 from thinwire.data_parallel.inputs import InputWatch
 from thinwire.data_parallel.link import Link
 from thinwire.data_parallel.parameters import check_parameters, device_of, is_sharded, named_parameters, slots_of
@@ -51,6 +51,7 @@ def attach(
         if replicate is not None:
             raise ValueError("attach: replicate is for sharded models; DDP averages over its process group")
         return _attach_ddp(model, reducer, timeout, ledger, called)
+    reshard(model)
     if is_sharded(model):
         group = replicate_group(model, replicate, "attach")
         if not is_fsdp2(model):

@@ -13,7 +13,7 @@ and FSDP2 goes on when it returns.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -44,6 +44,34 @@ def is_fsdp2(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def reshard(model: nn.Module) -> None:
+    """Have the parameters of an FSDP2 model be the shards again, and what it gathered of them for a forward pass
+    without a backward pass, as an evaluation is, be gathered anew."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def shard_groups(parameters: Iterable[nn.Parameter]) -> list[dist.ProcessGroup]:
+    """The ranks over which a DTensor among these is sharded, per dimension of their meshes."""
+    found = {}
+    for parameter in parameters:
+        for dim, placement in enumerate(getattr(parameter, "placements", ())):
+            if placement.is_shard():
+                group = parameter.device_mesh.get_group(dim)  # type: ignore[attr-defined]
+                found[group.group_name] = group
+    return [group for group in found.values() if group.size() > 1]
+
+
+def group_along(replicate: object, who: str) -> dist.ProcessGroup:
+    """The ranks along `replicate`. Raises ValueError unless it is one dimension of a mesh."""
+    if not isinstance(replicate, DeviceMesh) or replicate.ndim != 1:
+        raise ValueError(
+            f'{who}: replicate is one dimension of a mesh, such as mesh["replicate"], got {replicate!r}'
+        )
+    return replicate.get_group()
+
+
 def replicate_group(model: nn.Module, replicate: DeviceMesh | None, who: str) -> dist.ProcessGroup:
     """The ranks that hold the same shards. Raises ValueError or TypeError with the line to write."""
     if any(hasattr(parameter, "_is_flat_param") for parameter in model.parameters()):
@@ -53,17 +81,24 @@ def replicate_group(model: nn.Module, replicate: DeviceMesh | None, who: str) ->
             f"{who}: the parameters of {type(model).__name__} are sharded; say which ranks hold the same shards: "
             f"{_LINE}, of a mesh with both dimensions (over shards alone FSDP2 averages itself)"
         )
-    if not isinstance(replicate, DeviceMesh) or replicate.ndim != 1:
-        raise ValueError(
-            f'{who}: replicate is one dimension of a mesh, such as mesh["replicate"], got {replicate!r}'
-        )
+    along = group_along(replicate, who)
     for name, group in _groups(model).items():
         if "HSDP" in type(group.mesh_info).__name__:
             raise ValueError(
                 f"{who}: {name or 'the model'} is sharded over a mesh of two dimensions, so FSDP2 averages "
                 f"over the replicas itself: write {_LINE}"
             )
-    return replicate.get_group()
+    parameters = named_parameters(model)
+    for name, parameter in parameters.items():
+        if is_fsdp2(model) and parameter.requires_grad and not hasattr(parameter, "placements"):
+            raise _not_sharded(name)
+    ranks = set(dist.get_process_group_ranks(along))
+    for shards in shard_groups(parameters.values()):
+        if len(ranks.intersection(dist.get_process_group_ranks(shards))) > 1:
+            raise ValueError(
+                f"{who}: the ranks along replicate hold different shards of {type(model).__name__}: write {_LINE}"
+            )
+    return along
 
 
 def attach_fsdp(
@@ -87,7 +122,7 @@ def attach_fsdp(
         )
     trained, held = trained_parameters(parameters), {name for module in shards.values() for name in module}
     if plain := [name for name in trained if name not in held]:
-        raise ValueError(f"{plain[0]!r} is not sharded by FSDP2: call fully_shard on the root module too")
+        raise _not_sharded(plain[0])
     slots = [
         Slot(name, (p.padded_sharded_param_size.numel(),), trained[name].dtype)
         for module in shards.values()
@@ -139,6 +174,10 @@ class _Hooks:
         named = dict(zip(lengths, flat.split(list(lengths.values()))))
         self._link.reducer.all_reduce(named).wait()
         self._link.expose(since=started)
+
+
+def _not_sharded(name: str) -> ValueError:
+    return ValueError(f"{name!r} is not sharded by FSDP2: call fully_shard on the root module too")
 
 
 def _groups(model: nn.Module) -> dict[str, Any]:

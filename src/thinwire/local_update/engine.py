@@ -17,7 +17,7 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,9 @@ from thinwire.reducers.reducer import BoundReducer, State
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+
+FAILED, NOT_FINITE, FINE = range(3)
+"""How a mean arrived, the worst first."""
 
 
 @dataclass
@@ -128,7 +131,7 @@ class LocalUpdate:
         """The names of each fragment's parameters."""
         return tuple(map(tuple, self._fragments))
 
-    def step(self, tokens: float | None = None) -> bool:
+    def step(self, tokens: float | Tensor | None = None) -> bool:
         """Count a step of the inner optimizer, and do what is due after it; returns whether a round has ended.
 
         Due is, in most steps, nothing. Otherwise one fragment's pseudo-gradient is sent, or its mean is waited
@@ -138,11 +141,10 @@ class LocalUpdate:
         """
         if self._weighted not in (None, tokens is not None):
             raise ValueError("step: tokens are given in some steps and not in others")
-        if tokens is not None and not 0 <= tokens < float("inf"):
-            raise ValueError(f"step: tokens cannot be {tokens!r}")
+        count = _number_of(tokens)
         self._weighted = tokens is not None
         self.steps += 1
-        self._tokens = [count + (tokens or 0.0) for count in self._tokens]
+        self._tokens = [so_far + count for so_far in self._tokens]
         self._settle_who_averages()
         for fragment in self._plan.sending(self.steps):
             if self.steps + self._plan.delay > self._plan.alike:
@@ -213,8 +215,11 @@ class LocalUpdate:
             "world_size": self._wire.world_size,
             "total_steps": self._total_steps,
             "steps": self.steps,
+            "fragments": list(map(list, self._fragments)),
+            "outer_class": type(self.outer).__name__,
             "sent": list(self._sent),
             "tokens": list(self._tokens),
+            "weighted": self._weighted,
             "inner_lr": self._inner_lr,
         }
         state |= {f"anchor.{name}": anchor.clone() for name, anchor in self._anchors.items()}
@@ -225,6 +230,9 @@ class LocalUpdate:
         outer = self.outer.state_dict()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in outer["param_groups"]]
         state["outer_groups"] = groups
+        state["outer_keys"] = sorted(
+            f"{name}.{key}" for index, name in enumerate(self._anchors) for key in outer["state"].get(index, {})
+        )
         for index, name in enumerate(self._anchors):
             for key, value in outer["state"].get(index, {}).items():
                 state[f"outer.{name}.{key}"] = value.clone() if isinstance(value, Tensor) else value
@@ -242,10 +250,16 @@ class LocalUpdate:
         }
         if (there := {key: state.get(key) for key in here}) != here:
             raise ValueError(f"this local-update state is of {there}, expected {here}: load each rank's own")
-        if len(state["sent"]) != len(self._fragments):
-            raise ValueError(
-                f"the local-update state has {len(state['sent'])} fragments, expected {len(self._fragments)}"
-            )
+        for key, own in [
+            ("fragments", list(map(list, self._fragments))),
+            ("outer_class", type(self.outer).__name__),
+        ]:
+            if state.get(key) != own:
+                raise ValueError(
+                    f"the local-update state has {key} {state.get(key)!r:.200}, expected {own!r:.200}"
+                )
+        if missing := [key for key in state["outer_keys"] if f"outer.{key}" not in state]:
+            raise ValueError(f"the local-update state has no 'outer.{missing[0]}' of the outer optimizer")
         flying = state.get("in_flight")
         expected = {f"anchor.{name}": anchor for name, anchor in self._anchors.items()}
         if flying is not None:
@@ -264,7 +278,7 @@ class LocalUpdate:
             anchor.copy_(state[f"anchor.{name}"])
         self._load_outer(state)
         self.steps, self._sent, self._tokens = state["steps"], list(state["sent"]), list(state["tokens"])
-        self._inner_lr = state["inner_lr"]
+        self._weighted, self._inner_lr = state["weighted"], state["inner_lr"]
         self._settle_who_averages()
         self._flight = None
         if flying is not None:
@@ -294,9 +308,11 @@ class LocalUpdate:
     def _send(self, fragment: int) -> None:
         with self._rolled_back():
             weight = self._weight(fragment)
-            self._reducer.begin()
-            named = self._pseudo_gradient(fragment)
-            self._flight = _Flight(fragment, named, self._reducer.all_reduce(named, weight=weight))
+            named, future = self._pseudo_gradient(fragment), None
+            if named:  # a rank of a small sharded model may hold nothing of it
+                self._reducer.begin()
+                future = self._reducer.all_reduce(named, weight=weight)
+            self._flight = _Flight(fragment, named, future)
         self._sent[fragment], self._tokens[fragment] = self.steps, 0.0
 
     @torch.no_grad()
@@ -306,7 +322,17 @@ class LocalUpdate:
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        if not self._move(flight.named):
+        with self._rolled_back(tell=False):
+            verdict = self._weights.worst(self._verdict(flight.named))
+            if verdict == FAILED:
+                raise CollectiveError(
+                    f"rank {self._wire.ranks[self._wire.rank]}: the mean of fragment {flight.fragment} did not "
+                    "reach a rank that holds other parts of the same weights; the agreed ones are kept"
+                )
+        self._weights.open()
+        if verdict == FINE:
+            self._move(flight.named)
+        else:
             logger.warning(
                 "step %d: the mean of fragment %d is not finite: all ranks go back to its agreed weights",
                 self.steps,
@@ -316,14 +342,18 @@ class LocalUpdate:
         for name in flight.named:
             own, anchor = self._weights[name], self._anchors[name].to(self._wire.device)
             own.copy_(anchor.lerp(own.to(anchor.dtype), merge) if merge else anchor)
-        with self._rolled_back():
+        with self._rolled_back(tell=False):
             self._weights.spread(self._fragments[flight.fragment])
 
     @torch.no_grad()
     def _follow(self, fragment: int) -> None:
         """Of ranks that are alike: the anchors become the weights, and the outer optimizer sees the way there."""
         if self._plan.settings is not None:
-            self._move(self._pseudo_gradient(fragment))
+            moved = self._pseudo_gradient(fragment)
+            with self._rolled_back(tell=False):
+                fine = self._weights.worst(self._verdict(moved)) == FINE
+            if fine:
+                self._move(moved)
         for name in self._weights.kept(self._fragments[fragment]):
             self._anchors[name].copy_(self._weights[name])
         self._sent[fragment], self._tokens[fragment] = self.steps, 0.0
@@ -338,10 +368,11 @@ class LocalUpdate:
         names = self._weights.kept(self._fragments[fragment])
         return {name: self._anchors[name].to(self._wire.device) - self._weights[name] for name in names}
 
-    def _move(self, means: Mapping[str, Tensor]) -> bool:
-        """Take a step of the outer optimizer along these; False, and no step, if one is not finite."""
-        if not all(bool(mean.isfinite().all()) for mean in means.values()):
-            return False
+    def _verdict(self, means: Mapping[str, Tensor]) -> int:
+        return FINE if all(bool(mean.isfinite().all()) for mean in means.values()) else NOT_FINITE
+
+    def _move(self, means: Mapping[str, Tensor]) -> None:
+        """Take a step of the outer optimizer along these."""
         if self._plan.settings is not None:
             progress = self.steps / self._total_steps if self._total_steps else None
             moment = Moment(progress, self._inner_lr_now(), self._inner_lr, self._alike)
@@ -352,7 +383,6 @@ class LocalUpdate:
         self.outer.step()
         self.outer.zero_grad()
         self._inner_lr = self._inner_lr_now()
-        return True
 
     @property
     def _alike(self) -> bool:
@@ -372,7 +402,7 @@ class LocalUpdate:
     @torch.no_grad()
     def _average_buffers(self) -> None:
         if self._buffers is not None:
-            with self._rolled_back():
+            with self._rolled_back(tell=False):
                 self._buffers.average()
 
     def _wait(self) -> None:
@@ -388,26 +418,34 @@ class LocalUpdate:
         if not self._weighted:
             return 1.0
         own = torch.tensor([self._tokens[fragment]], dtype=torch.float64, device=self._wire.device)
-        total = self._wire.control_all_reduce(own.clone())
-        share = float(self._weights.sum_over_group(own) / total) if float(total) > 0 else 1 / self._wire.world_size
-        return share * self._wire.world_size / self._weights.sharers
+        total = float(self._wire.control_all_reduce(own.clone()))
+        group = float(self._weights.sum_over_group(own))
+        return group / total * self._wire.world_size / self._weights.sharers if total else 1.0
 
     @contextmanager
-    def _rolled_back(self) -> Iterator[None]:
-        """If a collective fails in here, the model holds the agreed weights before the caller hears of it."""
+    def _rolled_back(self, *, tell: bool = True) -> Iterator[None]:
+        """If a collective fails in here, the model holds the agreed weights before the caller hears of it.
+
+        `tell`: the ranks that hold other parts of the same weights, who wait for this rank's verdict on the mean
+        and may have got theirs: all of them move, or none.
+        """
         try:
             yield
         except CollectiveError:
             self._flight = None
             try:
+                with suppress(CollectiveError):
+                    if tell:
+                        self._weights.worst(FAILED)
                 self._restore()
-            except CollectiveError as error:  # only where ranks share the anchors
+            except CollectiveError as error:  # of ranks that hold other parts
                 logger.error("the weights agreed last cannot be put together: %s", error)
             raise
 
     @torch.no_grad()
     def _restore(self) -> None:
         """The agreed weights."""
+        self._weights.open()
         for name, anchor in self._anchors.items():
             self._weights[name].copy_(anchor)
         if self._buffers is not None:
@@ -427,6 +465,17 @@ class LocalUpdate:
             if found := {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}:
                 states[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in found.items()}
         self.outer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _number_of(tokens: float | Tensor | None) -> float:
+    """Raises ValueError for what is no number of tokens."""
+    try:
+        count = 0.0 if tokens is None else float(tokens)
+    except (TypeError, ValueError, RuntimeError):
+        count = -1.0
+    if not 0 <= count < float("inf"):
+        raise ValueError(f"step: tokens cannot be {tokens!r}")
+    return count
 
 
 def _under(prefix: str, state: Mapping[str, Any]) -> State:

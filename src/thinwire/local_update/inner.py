@@ -134,9 +134,10 @@ class Averaged:
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self.reducer.begin()
-        named = {name: local_part(_placed_alike(p)) for name, p in self._parameters.items()}
-        self.reducer.all_reduce(named).wait()
+        if self._parameters:
+            self.reducer.begin()
+            named = {name: local_part(_placed_alike(p)) for name, p in self._parameters.items()}
+            self.reducer.all_reduce(named).wait()
 
 
 def _placed_alike(parameter: nn.Parameter) -> Tensor:

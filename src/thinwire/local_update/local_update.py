@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,16 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from thinwire.collectives import Wire
+from thinwire.collectives import Slot, Wire
 from thinwire.data_parallel import attach
 from thinwire.data_parallel.agreement import check_same_method, check_same_model
-from thinwire.data_parallel.fsdp import is_fsdp2, replicate_group
+from thinwire.data_parallel.fsdp import group_along, is_fsdp2, replicate_group, reshard, shard_groups
 from thinwire.data_parallel.parameters import (
     check_parameters,
     device_of,
     is_sharded,
     local_part,
     named_parameters,
+    plain_name,
     slots_of,
     trained_parameters,
 )
@@ -37,8 +39,6 @@ from thinwire.local_update.weights import Weights, wide
 from thinwire.reducers.reducer import is_configuration
 
 logger = logging.getLogger(__name__)
-
-FEW_ROUNDS = 50
 
 
 def local_update(
@@ -80,21 +80,22 @@ def local_update(
         raise ValueError(f"total_steps must be the steps of the run, got {total_steps!r}")
     plan = method.plan(total_steps)
     target = _Target.of(model, group, replicate, plan)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    _check_optimizers(optimizers, target.module)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    refusal = _refusal(optimizers, target.module)
     first = not dist.is_initialized() or dist.get_rank() == 0
-    if first and total_steps is not None and total_steps < FEW_ROUNDS * plan.every:
+    if first and total_steps is not None and total_steps < plan.rounds * plan.every:
         logger.warning(
             "%d steps are %d rounds of %d: outer momentum and its schedules need some %d, and with fewer a run "
             "ends above plain averaging",
-            *(total_steps, total_steps // plan.every, plan.every, FEW_ROUNDS),
+            *(total_steps, total_steps // plan.every, plan.every, plan.rounds),
         )
-    sizes = {name: local_part(p).numel() * wide(p).itemsize for name, p in target.trained.items()}
+    sizes = {name: p.numel() * wide(p).itemsize for name, p in target.trained.items()}  # the same on all ranks
     fragments = cut(sizes, plan.fragments, plan.order)
     with ExitStack() as stack:
         wire = _closing(stack, Wire(target.group, device=device_of(target.parameters), timeout=timeout))
-        check_same_model(wire, slots_of(target.parameters))
+        check_same_model(wire, [*slots_of(target.parameters), *_started_equal(target)])
         check_same_method(wire, method)
+        _check_same_arguments(wire, refusal, total_steps=total_steps or 0, sync_buffers=sync_buffers)
         if target.ddp is None:
             _start_equal(target.module, wire)
         inner = _average_gradients(target, plan, optimizers, wire, stack, timeout)
@@ -105,11 +106,11 @@ def local_update(
         anchors = {slot.name: _anchor(weights[slot.name], slot.dtype, home) for slot in slots}
         return LocalUpdate(
             weights=weights,
-            buffers=Buffers(dict(target.module.named_buffers()), wire) if sync_buffers else None,
+            buffers=Buffers(target.buffers, wire) if sync_buffers else None,
             plan=plan,
             fragments=fragments,
             anchors=anchors,
-            outer=plan.outer(list(anchors.values())),
+            outer=_outer(plan, anchors),
             reducer=reducer,
             wire=wire,
             across=across,
@@ -139,13 +140,24 @@ class _Target:
         cls, called: nn.Module, group: dist.ProcessGroup | None, replicate: DeviceMesh | None, plan: Plan
     ) -> _Target:
         bare = getattr(called, "_orig_mod", called)
+        if not isinstance(bare, nn.Module):
+            raise TypeError(f"local_update needs a model, an nn.Module, got {type(called).__name__}")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"local_update: group must be a process group that this rank is in, got {group!r:.200}"
+            )
+        reshard(bare)
         ddp = bare if isinstance(bare, DistributedDataParallel) else None
         if ddp is not None:
             if replicate is not None:
                 raise ValueError(
                     "local_update: replicate is for sharded models; DDP averages over its process group"
                 )
+            if group not in (None, ddp.process_group):
+                raise ValueError("local_update: DDP averages over its own process group: leave group out")
             group = ddp.process_group
+        if group is not None and replicate is not None:
+            raise ValueError("local_update: replicate says which ranks average: leave group out")
         if is_sharded(bare):
             group = replicate_group(bare, replicate, "local_update")
             if plan.groups is not None:
@@ -153,7 +165,7 @@ class _Target:
                     "groups: those of a sharded model are the ranks that share its shards; leave the number out"
                 )
         elif replicate is not None:
-            group = replicate.get_group()
+            group = group_along(replicate, "local_update")
         if plan.share_anchors and plan.groups is None:
             raise ValueError("shard_reference shares anchors among the ranks of a group: say how many groups")
         module = ddp.module if ddp is not None else bare
@@ -166,6 +178,12 @@ class _Target:
     @property
     def trained(self) -> dict[str, nn.Parameter]:
         return trained_parameters(self.parameters)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """By plain name, without those that DDP was told to ignore."""
+        ignored = self.ddp.parameters_to_ignore if self.ddp is not None else ()
+        return {plain_name(name): b for name, b in self.module.named_buffers() if name not in ignored}
 
 
 def _average_gradients(
@@ -201,7 +219,11 @@ def _share(
 ) -> tuple[Weights, Wire]:
     """What of the weights this rank averages, and with whom."""
     if not plan.share_anchors or plan.groups is None or wire.world_size == 1:
-        return Weights(target.trained), wire
+        shards = [
+            _closing(stack, Wire(group, device=wire.device, timeout=timeout, scope="shards", ledger=wire.ledger))
+            for group in shard_groups(target.parameters.values())
+        ]
+        return Weights(target.trained, shards=shards, open_=partial(reshard, target.module)), wire
     members = members_of_group(plan.groups, wire)
     size, place = len(members), wire.rank - members[0]
     # Of its own, not a part of `wire`: when a rank of another group is gone, the group still has to go back.
@@ -223,17 +245,58 @@ def _anchor(weights: Tensor, dtype: torch.dtype, home: torch.device) -> Tensor:
     return anchor.pin_memory() if home.type == "cpu" and weights.is_cuda else anchor
 
 
-def _check_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-    known = {id(parameter) for parameter in module.parameters()}
+def _refusal(optimizers: Sequence[Optimizer], module: nn.Module) -> Exception | None:
+    """What is wrong with the optimizers, perhaps on this rank alone."""
+    if not isinstance(optimizers, Sequence) or not all(isinstance(each, Optimizer) for each in optimizers):
+        kind = type(optimizers).__name__
+        return TypeError(f"local_update needs the optimizer that trains the model, or a list of some, got {kind}")
     if not optimizers:
-        raise ValueError("local_update needs the optimizer that trains the model, got none")
+        return ValueError("local_update needs the optimizer that trains the model, got none")
+    known = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if foreign := [parameter for parameter in optimized if id(parameter) not in known]:
-            raise ValueError(
+            return ValueError(
                 f"local_update: the optimizer has {len(foreign)} of {len(optimized)} parameters that are not the "
                 "model's: build it from model.parameters() after the model is where it trains"
             )
+    return None
+
+
+def _check_same_arguments(wire: Wire, refusal: Exception | None, **arguments: int) -> None:
+    """Raise on every rank what one of them refuses, or ValueError for an argument in which they differ."""
+    own = torch.tensor([refusal is not None, *arguments.values()], device=wire.device)
+    refused, *given = wire.control_all_gather(own).t().tolist()
+    if refusal is not None:
+        raise refusal
+    if any(refused):
+        raise ValueError(
+            f"local_update: rank {wire.ranks[refused.index(1)]} has an optimizer that does not fit; its own error "
+            "says why"
+        )
+    for key, values in zip(arguments, given):
+        if unlike := [rank for rank, value in zip(wire.ranks, values) if value != values[0]]:
+            raise ValueError(
+                f"local_update: {key} differs between rank {wire.ranks[0]} and rank {unlike[0]}: use the same on "
+                "every rank"
+            )
+
+
+def _outer(plan: Plan, anchors: Mapping[str, Tensor]) -> Optimizer:
+    """Of nothing on a rank that holds no part of a small sharded model."""
+    outer = plan.outer(list(anchors.values()) or [torch.zeros(0)])
+    if not isinstance(outer, Optimizer) or isinstance(outer, torch.optim.LBFGS):
+        raise ValueError(f"outer must make an optimizer whose step needs no closure, got {type(outer).__name__}")
+    return outer
+
+
+def _started_equal(target: _Target) -> list[Slot]:
+    """What `_start_equal` sends."""
+    if target.ddp is not None:
+        return []
+    parameters, buffers = target.module.named_parameters(), target.module.named_buffers()
+    named = [*((f"parameter {n}", p) for n, p in parameters), *((f"buffer {n}", b) for n, b in buffers)]
+    return [Slot(plain_name(name), tuple(local_part(tensor).shape), tensor.dtype) for name, tensor in named]
 
 
 @torch.no_grad()

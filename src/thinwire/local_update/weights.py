@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.collectives import Slot, Wire
@@ -20,11 +21,22 @@ class Weights:
     With `group`, ranks that hold the same weights share the work: rank k keeps the k-th part of each parameter, in
     the order of memory, and `spread` gives the group what each of its ranks has. (A parameter with gaps in memory
     is kept whole by all.) Without, `spread` does nothing.
+
+    `shards`: wires to the ranks that hold other parts of a sharded model's weights. Call `open` before writing.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: Wire | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: Wire | None = None,
+        shards: Sequence[Wire] = (),
+        open_: Callable[[], None] = lambda: None,
+    ) -> None:
         self._parameters = {name: p for name, p in parameters.items() if local_part(p).numel()}
         self._group = group if group is not None and group.world_size > 1 else None
+        self._mates = [*shards, self._group] if self._group is not None else list(shards)
+        self.open = open_
+        """To be called before these are written to: drops what is gathered of them."""
 
     @property
     def sharers(self) -> int:
@@ -35,6 +47,13 @@ class Weights:
         """Over the ranks that share the work: control traffic."""
         return self._group.control_all_reduce(value) if self._group is not None else value
 
+    def worst(self, verdict: int) -> int:
+        """The lowest verdict of all ranks that hold parts of these weights: control traffic, if there are any."""
+        for mates in self._mates:
+            own = torch.tensor([verdict], device=mates.device)
+            verdict = int(mates.control_all_reduce(own, dist.ReduceOp.MIN))
+        return verdict
+
     @property
     def names(self) -> Sequence[str]:
         """Of all that lie on this rank."""
@@ -42,7 +61,7 @@ class Weights:
 
     def kept(self, names: Iterable[str]) -> Sequence[str]:
         """Those of which this rank keeps anything."""
-        return [name for name in names if self[name].numel()]
+        return [name for name in names if name in self._parameters and self[name].numel()]
 
     def __getitem__(self, name: str) -> Tensor:
         """A view of what this rank keeps: it can be written to."""
@@ -64,14 +83,16 @@ class Weights:
 
     def restore(self, copies: Mapping[str, Tensor]) -> None:
         """What `copies` returned."""
+        self.open()
         for name, copy in copies.items():
             local_part(self._parameters[name]).copy_(copy)
 
     def spread(self, names: Iterable[str]) -> None:
         """Give the group what this rank keeps of these, and take what the others keep: an all-gather, for which
         each of G ranks sends (G-1) / G of their bytes."""
-        shared = [name for name in names if self._flat(name) is not None]
-        if self._group is not None and shared:
+        if self._group is None:
+            return
+        if shared := [name for name in names if self._flat(name) is not None]:
             self._group.submit([self._exchange(shared, self._group)], label(shared)).wait()
 
     def _exchange(self, names: Sequence[str], group: Wire) -> Task:
