@@ -73,13 +73,9 @@ class BoundInnerMean(Switch):
     """Two reducers, and which of them it is now."""
 
     def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
+        super().__init__(parts, lambda reduction: "everybody" if self.alike else "group")
         self.alike = False
         """Whether all ranks average. To be set between two reductions, on all ranks at once."""
-
-    @property
-    def now(self) -> BoundReducer:
-        return self._parts["everybody" if self.alike else "group"]
 
     @property
     def replicas(self) -> Literal["identical", "drift"]:

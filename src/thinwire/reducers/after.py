@@ -6,14 +6,13 @@ are counted, and the count is part of the state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thinwire.collectives import Slot, Wire
-from thinwire.geometry import Observer
 from thinwire.reducers.dense import Dense
 from thinwire.reducers.parts import Parts
-from thinwire.reducers.reducer import BoundReducer, Reducer, check_reducer
+from thinwire.reducers.reducer import Reducer, check_reducer
 from thinwire.reducers.switch import Switch
 
 
@@ -32,32 +31,16 @@ class After:
         if self.steps < 0:
             raise ValueError(f"After needs a number of reductions of at least 0, got {self.steps}")
 
-    def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundAfter:
+    def bind(self, slots: Sequence[Slot], wire: Wire) -> Switch:
         before = self.before.bind(slots, wire)
         if any("residual." in key for key in before.state_dict()):
             raise ValueError(
                 "After's `before` keeps error memory, and what it still owes at the switch would never be sent: "
                 "use one without feedback"
             )
-        return BoundAfter(self.steps, Parts(before=before, after=self.reducer.bind(slots, wire)))
+        parts = Parts(before=before, after=self.reducer.bind(slots, wire))
+        return Switch(parts, lambda reduction: "before" if reduction <= self.steps else "after")
 
     def sent_bytes(self, slots: Sequence[Slot], world_size: int) -> int:
         """After the warm-up."""
         return self.reducer.sent_bytes(slots, world_size)
-
-
-class BoundAfter(Switch):
-    """Two bound reducers and the count that chooses between them."""
-
-    def __init__(self, steps: int, parts: Parts) -> None:
-        super().__init__(parts)
-        self._steps = steps
-
-    @property
-    def now(self) -> BoundReducer:
-        return self._parts["before" if self._reductions <= self._steps else "after"]
-
-    @property
-    def observers(self) -> Mapping[str, Observer]:
-        """Those of the next reduction's."""
-        return self._parts["before" if self._reductions < self._steps else "after"].observers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -14,16 +14,18 @@ from thinwire.reducers.reducer import BoundReducer, State
 
 
 class Switch:
-    """Passes everything to `now`, which may be another part from one reduction to the next; state is of all."""
+    """Passes everything to the part that `choose(reduction)` names, by the reduction's number from 1; state is of
+    all parts."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, choose: Callable[[int], str]) -> None:
         self._parts = parts
+        self._choose = choose
         self._reductions = 0
 
     @property
     def now(self) -> BoundReducer:
-        """The part that reduces."""
-        raise NotImplementedError
+        """The part that reduces; before the first reduction, the one that will."""
+        return self._parts[self._choose(max(1, self._reductions))]
 
     @property
     def replicas(self) -> Literal["identical", "drift"]:
@@ -31,7 +33,8 @@ class Switch:
 
     @property
     def observers(self) -> Mapping[str, Observer]:
-        return self.now.observers
+        """Of the next reduction."""
+        return self._parts[self._choose(self._reductions + 1)].observers
 
     @property
     def fidelity(self) -> Mapping[str, Fidelity]:
