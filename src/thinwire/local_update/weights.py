@@ -97,7 +97,7 @@ class Weights:
 
     def _exchange(self, names: Sequence[str], group: Wire) -> Task:
         rows = {name: self._padded(name) for name in names}  # each (W, piece)
-        for dtype in {row.dtype for row in rows.values()}:
+        for dtype in dict.fromkeys(row.dtype for row in rows.values()):  # in one order on all ranks
             same = {name: row for name, row in rows.items() if row.dtype == dtype}
             own = torch.cat([row[group.rank] for row in same.values()])
             everyone = own.new_empty((group.world_size, own.numel()))
