@@ -357,3 +357,24 @@ def test_groups_must_be_equal() -> None:
     shared = tw.Pier(shard_reference=True)
     with pytest.raises(ValueError, match="shares anchors among the ranks of a group: say how many groups"):
         tw.local_update(model, partial(SGD, lr=0.1)(model.parameters()), shared, total_steps=STEPS)
+
+
+def without_tokens() -> list[str]:
+    """Bits after a round in which no rank had a token, and after one in which ranks do not count by tokens."""
+    method = tw.Pier(every=2, groups=1, shard_reference=True, warmup=0.0, outer_lr=((0.0, 0.7),))
+    found = []
+    for tokens in (0, None):
+        model = Layers()
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        sync = tw.local_update(model, optimizer, method, total_steps=100)
+        for step in range(2):
+            train(model, optimizer, step, rank())
+            sync.step(tokens)
+        found.append(bits(weights(model)))
+        sync.close()
+    return found
+
+
+def test_where_no_rank_had_a_token_all_count_alike() -> None:
+    for none, uncounted in run_ranks(without_tokens, 2):
+        assert none == uncounted
