@@ -32,6 +32,7 @@ from thinwire.data_parallel.agreement import ranks_that_differ
 from thinwire.local_update.buffers import Buffers
 from thinwire.local_update.inner import Averaged, BoundInnerMean, Inner
 from thinwire.local_update.method import Moment, Plan
+from thinwire.local_update.outer import check_outer_state, load_outer, outer_bytes, outer_state
 from thinwire.local_update.weights import Weights
 from thinwire.reducers.reducer import BoundReducer, State
 
@@ -211,12 +212,11 @@ class LocalUpdate:
         self._wait()
         state: State = {
             "format_version": FORMAT_VERSION,
-            "rank": self._wire.rank,
+            "rank": self._wire.ranks[self._wire.rank],  # in the world: shards differ, too
             "world_size": self._wire.world_size,
             "total_steps": self._total_steps,
             "steps": self.steps,
             "fragments": list(map(list, self._fragments)),
-            "outer_class": type(self.outer).__name__,
             "sent": list(self._sent),
             "tokens": list(self._tokens),
             "weighted": self._weighted,
@@ -227,15 +227,7 @@ class LocalUpdate:
         if self._flight is not None:
             state["in_flight"] = self._flight.fragment
             state |= {f"arriving.{name}": mean.clone() for name, mean in self._flight.named.items()}
-        outer = self.outer.state_dict()
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in outer["param_groups"]]
-        state["outer_groups"] = groups
-        state["outer_keys"] = sorted(
-            f"{name}.{key}" for index, name in enumerate(self._anchors) for key in outer["state"].get(index, {})
-        )
-        for index, name in enumerate(self._anchors):
-            for key, value in outer["state"].get(index, {}).items():
-                state[f"outer.{name}.{key}"] = value.clone() if isinstance(value, Tensor) else value
+        state |= outer_state(self.outer, self._anchors)
         state |= {f"reducer.{key}": value for key, value in self._reducer.state_dict().items()}
         inner = self._inner.state_dict() if self._inner is not None else {}
         return state | {f"inner.{key}": value for key, value in inner.items()}
@@ -244,22 +236,18 @@ class LocalUpdate:
         """Restore what `state_dict` returned on this rank. Raises ValueError naming what does not fit."""
         here = {
             "format_version": FORMAT_VERSION,
-            "rank": self._wire.rank,
+            "rank": self._wire.ranks[self._wire.rank],  # in the world: shards differ, too
             "world_size": self._wire.world_size,
             "total_steps": self._total_steps,
         }
         if (there := {key: state.get(key) for key in here}) != here:
             raise ValueError(f"this local-update state is of {there}, expected {here}: load each rank's own")
-        for key, own in [
-            ("fragments", list(map(list, self._fragments))),
-            ("outer_class", type(self.outer).__name__),
-        ]:
-            if state.get(key) != own:
-                raise ValueError(
-                    f"the local-update state has {key} {state.get(key)!r:.200}, expected {own!r:.200}"
-                )
-        if missing := [key for key in state["outer_keys"] if f"outer.{key}" not in state]:
-            raise ValueError(f"the local-update state has no 'outer.{missing[0]}' of the outer optimizer")
+        fragments = list(map(list, self._fragments))
+        if state.get("fragments") != fragments:
+            raise ValueError(
+                f"the local-update state has fragments {state.get('fragments')!r:.200}, not {fragments!r:.200}"
+            )
+        check_outer_state(self.outer, state)
         flying = state.get("in_flight")
         expected = {f"anchor.{name}": anchor for name, anchor in self._anchors.items()}
         if flying is not None:
@@ -276,7 +264,7 @@ class LocalUpdate:
             self._buffers.load_state_dict(state)
         for name, anchor in self._anchors.items():
             anchor.copy_(state[f"anchor.{name}"])
-        self._load_outer(state)
+        load_outer(self.outer, self._anchors, state)
         self.steps, self._sent, self._tokens = state["steps"], list(state["sent"]), list(state["tokens"])
         self._weighted, self._inner_lr = state["weighted"], state["inner_lr"]
         self._settle_who_averages()
@@ -291,12 +279,12 @@ class LocalUpdate:
     def memory_bytes(self) -> int:
         """Bytes held on this rank beside the model and the inner optimizer: anchors, outer optimizer, what is in
         flight, and the reducer's."""
-        states = [value for state in self.outer.state.values() for value in state.values()]
         flying = list(self._flight.named.values()) if self._flight else []
-        tensors = [*self._anchors.values(), *flying, *(v for v in states if isinstance(v, Tensor))]
+        tensors = [*self._anchors.values(), *flying]
         inner = self._inner.memory_bytes() if self._inner is not None else 0
         buffers = self._buffers.nbytes if self._buffers is not None else 0
-        return sum(tensor.nbytes for tensor in tensors) + buffers + self._reducer.memory_bytes() + inner
+        own = sum(tensor.nbytes for tensor in tensors) + outer_bytes(self.outer)
+        return own + buffers + self._reducer.memory_bytes() + inner
 
     def close(self) -> None:
         """Give a DDP model its own gradient averaging back. What is in flight is dropped."""
@@ -451,20 +439,6 @@ class LocalUpdate:
         if self._buffers is not None:
             self._buffers.restore()
         self._weights.spread(self._weights.names)
-
-    def _load_outer(self, state: Mapping[str, Any]) -> None:
-        """By name, into the optimizer's own order."""
-        own = self.outer.state_dict()
-        groups = [
-            {**saved, "params": group["params"]}
-            for saved, group in zip(state["outer_groups"], own["param_groups"])
-        ]
-        states: dict[int, dict[str, Any]] = {}
-        for index, name in enumerate(self._anchors):
-            prefix = f"outer.{name}."
-            if found := {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}:
-                states[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in found.items()}
-        self.outer.load_state_dict({"state": states, "param_groups": groups})
 
 
 def _number_of(tokens: float | Tensor | None) -> float:

@@ -35,6 +35,7 @@ from thinwire.local_update.engine import LocalUpdate
 from thinwire.local_update.fragments import cut
 from thinwire.local_update.inner import Averaged, Inner, InnerMean, members_of_group
 from thinwire.local_update.method import Method, Plan
+from thinwire.local_update.outer import make_outer
 from thinwire.local_update.weights import Weights, wide
 from thinwire.reducers.reducer import is_configuration
 
@@ -110,7 +111,7 @@ def local_update(
             plan=plan,
             fragments=fragments,
             anchors=anchors,
-            outer=_outer(plan, anchors),
+            outer=make_outer(plan.outer, anchors),
             reducer=reducer,
             wire=wire,
             across=across,
@@ -280,14 +281,6 @@ def _check_same_arguments(wire: Wire, refusal: Exception | None, **arguments: in
                 f"local_update: {key} differs between rank {wire.ranks[0]} and rank {unlike[0]}: use the same on "
                 "every rank"
             )
-
-
-def _outer(plan: Plan, anchors: Mapping[str, Tensor]) -> Optimizer:
-    """Of nothing on a rank that holds no part of a small sharded model."""
-    outer = plan.outer(list(anchors.values()) or [torch.zeros(0)])
-    if not isinstance(outer, Optimizer) or isinstance(outer, torch.optim.LBFGS):
-        raise ValueError(f"outer must make an optimizer whose step needs no closure, got {type(outer).__name__}")
-    return outer
 
 
 def _started_equal(target: _Target) -> list[Slot]:
