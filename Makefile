@@ -12,7 +12,8 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,docs,dev]'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/oracles torchao
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/oracles torchao accelerate torchft
+	$(BIN)/python -m pip install --quiet --target $(VENV)/oracles psutil opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
 	touch $(STAMP)
 
 train: install

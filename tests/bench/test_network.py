@@ -135,6 +135,34 @@ def test_a_rank_cannot_receive_faster_than_its_rate() -> None:
 
 
 @needs_namespaces
+def test_the_ranks_of_a_node_share_its_uplink_and_not_what_they_send_each_other() -> None:
+    with emulated_network(4, rate=10**9, nodes=2, uplink=RATE) as hosts:
+        between = _transfer(hosts, {0: [2], 1: [2]}, MEGABYTE)
+        within = _transfer(hosts, {0: [1]}, 4 * MEGABYTE)
+    assert between > 0.9 * 2 * MEGABYTE * 8 / RATE
+    assert within < 0.5 * 4 * MEGABYTE * 8 / RATE
+
+
+@needs_namespaces
+def test_a_link_becomes_slower_and_breaks_and_is_mended() -> None:
+    with emulated_network(2, rate=10**9) as hosts:
+        hosts[1].limit(RATE)
+        seconds = _transfer(hosts, {0: [1]}, MEGABYTE)
+        hosts[1].cut()
+        send = hosts[1].command([sys.executable, "-c", SENDER, "1", hosts[0].address])
+        assert b"unreachable" in subprocess.run(send, capture_output=True).stderr
+        hosts[1].mend()
+        _transfer(hosts, {0: [1]}, MEGABYTE)
+    assert seconds > 0.9 * MEGABYTE * 8 / RATE
+
+
+def test_ranks_that_do_not_fill_nodes_are_refused() -> None:
+    message = "3 ranks cannot be shared out equally over 2 nodes"
+    with pytest.raises(ValueError, match=message), emulated_network(3, nodes=2):
+        pass
+
+
+@needs_namespaces
 def test_messages_of_one_burst_do_not_slip_past_the_limit() -> None:
     with emulated_network(2, rate=1_000_000) as hosts:
         seconds = _transfer(hosts, {0: [1]}, 60_000)

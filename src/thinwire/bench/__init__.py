@@ -14,6 +14,8 @@ BENCHES: dict[str, tuple[str, str]] = {
         "thinwire.bench.local_updates",
         "what averaging now and then does to a loss",
     ),
+    "peers": ("thinwire.bench.peers", "local updates beside those of torch, accelerate and torchft"),
+    "faults": ("thinwire.bench.faults", "what a run of local updates survives: killed, stopped, cut off, slowed"),
     "ablation": ("thinwire.bench.ablation", "what coordinates and error feedback do for each format's loss"),
 }
 

@@ -9,7 +9,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -70,6 +70,8 @@ class Trained:
     ledger."""
     losses: list[tuple[int, float]]
     """(step, validation loss), nats per byte."""
+    clock: list[float] = field(default_factory=list)
+    """Seconds since the start after each step, validation left out; of the slowest rank."""
 
 
 def run_job(job: Job, out: Path, network: str, ranks: int, hosts: Sequence[Host] | None = None) -> Trained:

@@ -75,6 +75,15 @@ LOCAL_UPDATES: dict[str, Method] = {
     "streaming-diloco-0.9-0.8": tw.StreamingDiLoCo(
         every=20, fragments=4, delay=1, merge=0.5, outer_lr=0.9, outer_momentum=0.8
     ),
+    "streaming-diloco-2-fp8": tw.StreamingDiLoCo(
+        every=20,
+        fragments=2,
+        delay=1,
+        merge=0.0,
+        outer_lr=0.9,
+        outer_momentum=0.8,
+        reducer=tw.Quantized("fp8_e4m3", feedback="error"),
+    ),
     "warm-up-then-diloco": tw.Pier(every=20, outer_lr=((0.0, 0.7),), outer_momentum=((0.0, 0.9),)),
     "pier": tw.Pier(every=20),
     "pier-smooth": tw.Pier(every=20, outer_lr=SMOOTH_LR, outer_momentum=SMOOTH_MOMENTUM),

@@ -6,6 +6,10 @@
       HTB──[port0]───bridge───[port1]──HTB         HTB on the bridge's end limits everything it receives
                  switch's namespace
 
+With `nodes`, ranks that are neighbours share a node, whose bridge reaches the other nodes by one uplink:
+
+    [port0] [port1]──node0──HTB uplink HTB──core──HTB uplink HTB──node1──[port2] [port3]
+
 The burst is small (about ten packets), so short messages feel the rate too. Nothing is created outside the
 namespaces, whose names hold the id of the process that made them. Leaving the context removes them, also
 after an exception, Ctrl-C, SIGTERM or SIGHUP; what a SIGKILL left behind the next network removes.
@@ -63,8 +67,15 @@ class Host:
 
     rank: int
     namespace: str
+    switch: str
+    """The namespace of the other end of `wire`."""
     address: str
     master: str
+
+    @property
+    def port(self) -> str:
+        """The name of the other end of `wire`."""
+        return f"port{self.rank}"
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """`argv`, run inside this namespace."""
@@ -87,6 +98,19 @@ class Host:
         stats = json.loads(shown)[0]["stats64"]
         return Counters(sent_bytes=stats["tx"]["bytes"], received_bytes=stats["rx"]["bytes"])
 
+    def limit(self, rate: int) -> None:
+        """Change how much this rank sends and receives, in bits per second; needs a network with a rate."""
+        for namespace, device in ((self.namespace, INTERFACE), (self.switch, self.port)):
+            _set_class(namespace, device, "change", rate)
+
+    def cut(self) -> None:
+        """Take the link down: what is sent meanwhile is lost, until `mend`."""
+        _run("ip", "-n", self.namespace, "link", "set", INTERFACE, "down")
+
+    def mend(self) -> None:
+        """Bring the link up again."""
+        _run("ip", "-n", self.namespace, "link", "set", INTERFACE, "up")
+
 
 @dataclass(frozen=True)
 class Counters:
@@ -97,19 +121,24 @@ class Counters:
 
 
 @contextmanager
-def emulated_network(ranks: int, *, rate: int | None = None) -> Iterator[tuple[Host, ...]]:
-    """Yield one `Host` per rank; `rate` limits each one's total egress and total ingress, in bits per second.
+def emulated_network(
+    ranks: int, *, rate: int | None = None, nodes: int = 1, uplink: int | None = None
+) -> Iterator[tuple[Host, ...]]:
+    """Yield one `Host` per rank; `rate` limits each one's total egress and total ingress, in bits per second, and
+    `uplink` what each of `nodes` of equally many ranks sends to and receives from the others.
 
     Processes still running in the namespaces when the context ends are killed.
     """
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"an emulated network has 1 to {MAX_RANKS} ranks, got {ranks}")
+    if nodes < 1 or ranks % nodes:
+        raise ValueError(f"{ranks} ranks cannot be shared out equally over {nodes} nodes")
     _require_tools()
     with signals_become_exceptions():
         _remove_stale()
         owner = f"{PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{next(_networks)}"
         try:
-            yield _build(owner, ranks, rate)
+            yield _build(owner, ranks, rate, nodes, uplink)
         finally:
             with _signals_held_back():
                 _remove(name for name in _namespaces() if name.startswith(owner + "-"))
@@ -125,28 +154,46 @@ def why_unavailable() -> str | None:
         return str(error)
 
 
-def _build(owner: str, ranks: int, rate: int | None) -> tuple[Host, ...]:
+def _build(owner: str, ranks: int, rate: int | None, nodes: int, uplink: int | None) -> tuple[Host, ...]:
     switch = f"{owner}-switch"
     _add_namespace(switch)
-    _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0")
-    _run("ip", "-n", switch, "link", "set", "bridge", "addrgenmode", "none", "up")
+    bridges = [f"node{node}" for node in range(nodes)]
+    for bridge in bridges:
+        _add_bridge(switch, bridge)
+    if nodes > 1:
+        _add_bridge(switch, "core")
+        for bridge in bridges:
+            ends = (switch, f"{bridge}-up"), (switch, f"{bridge}-down")
+            _connect(ends, uplink)
+            for (_, device), to in zip(ends, (bridge, "core")):
+                _run("ip", "-n", switch, "link", "set", device, "master", to, "up")
     hosts = tuple(
-        Host(rank, f"{owner}-rank{rank}", address=f"10.78.0.{rank + 1}", master="10.78.0.1")
+        Host(rank, f"{owner}-rank{rank}", switch, address=f"10.78.0.{rank + 1}", master="10.78.0.1")
         for rank in range(ranks)
     )
     for host in hosts:
-        port = f"port{host.rank}"
         _add_namespace(host.namespace)
-        veth = ("link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
-        _run("ip", "-n", host.namespace, *veth)
-        for namespace, device in ((host.namespace, INTERFACE), (switch, port)):
-            _run("ip", "-n", namespace, "link", "set", device, "addrgenmode", "none")  # no IPv6 chatter to count
-            if rate is not None:
-                _limit(namespace, device, rate)
+        _connect(((host.namespace, INTERFACE), (switch, host.port)), rate)
         _run("ip", "-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
         _run("ip", "-n", host.namespace, "link", "set", INTERFACE, "up")
-        _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+        bridge = bridges[host.rank * nodes // ranks]
+        _run("ip", "-n", switch, "link", "set", host.port, "master", bridge, "up")
     return hosts
+
+
+def _add_bridge(namespace: str, name: str) -> None:
+    _run("ip", "-n", namespace, "link", "add", name, "type", "bridge", "mcast_snooping", "0")
+    _run("ip", "-n", namespace, "link", "set", name, "addrgenmode", "none", "up")
+
+
+def _connect(ends: tuple[tuple[str, str], tuple[str, str]], rate: int | None) -> None:
+    """A veth between two (namespace, device), limited in both directions."""
+    (namespace, device), (other, peer) = ends
+    _run(*f"ip -n {namespace} link add {device} type veth peer name {peer} netns {other}".split())
+    for namespace, device in ends:
+        _run("ip", "-n", namespace, "link", "set", device, "addrgenmode", "none")  # no IPv6 chatter to count
+        if rate is not None:
+            _limit(namespace, device, rate)
 
 
 def _add_namespace(name: str) -> None:
@@ -159,15 +206,19 @@ def _add_namespace(name: str) -> None:
 
 def _limit(namespace: str, device: str, rate: int) -> None:
     """Everything that leaves `device` passes one HTB class of `rate` bits per second."""
-    burst = f"burst {BURST_BYTES} cburst {BURST_BYTES} quantum {BURST_BYTES}"
     try:
         _run(*f"tc -n {namespace} qdisc add dev {device} root handle 1: htb default 1".split())
     except NetworkUnavailable as error:
         raise NetworkUnavailable(
             f"this kernel cannot limit a rate with HTB (module sch_htb): {error}; leave out the rate"
         ) from error
+    _set_class(namespace, device, "add", rate)
+
+
+def _set_class(namespace: str, device: str, do: str, rate: int) -> None:
+    burst = f"burst {BURST_BYTES} cburst {BURST_BYTES} quantum {BURST_BYTES}"
     limit = f"rate {rate}bit ceil {rate}bit {burst}"
-    _run(*f"tc -n {namespace} class add dev {device} parent 1: classid 1:1 htb {limit}".split())
+    _run(*f"tc -n {namespace} class {do} dev {device} parent 1: classid 1:1 htb {limit}".split())
 
 
 def _require_tools() -> None:

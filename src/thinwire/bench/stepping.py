@@ -62,22 +62,24 @@ def train(job: Job, config: TrainConfig) -> Trained:
     run = assemble(config, torch.device("cpu"), attach_method(job.method))
     progress = Progress()
     losses: list[tuple[int, float]] = []
-    seconds, sent = 0.0, 0
+    clock: list[float] = []
+    sent = 0
     while progress.step < job.steps:
         before, begin = _sent(run.link), time.perf_counter()
         step = training_step(run, progress, lambda: False)
         assert step is not None
         progress.step += 1
         progress.position += config.batch_size
+        clock.append((clock[-1] if clock else 0.0) + time.perf_counter() - begin)
         if progress.step > WARM_UP:
-            seconds += time.perf_counter() - begin
             sent += _sent(run.link) - before
         last = progress.step == job.steps
         if job.validate_every and (last or progress.step % job.validate_every == 0):
             losses.append((progress.step, validate(run)))
     timed = job.steps - WARM_UP
-    slowest, busiest = (max(column) for column in zip(*run.table([seconds, float(sent)])))
-    return Trained(slowest / timed, int(busiest) // timed, losses)
+    busiest, *slowest = (max(column) for column in zip(*run.table([float(sent), *clock])))
+    step_seconds = (slowest[-1] - slowest[WARM_UP - 1]) / timed
+    return Trained(step_seconds, int(busiest) // timed, losses, slowest)
 
 
 def _sent(link: tw.Link) -> int:

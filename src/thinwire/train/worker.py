@@ -35,6 +35,7 @@ from thinwire.train.checkpoint.checkpointer import CheckpointError
 from thinwire.train.config import ConfigError, TrainConfig, uses_cuda
 from thinwire.train.data.samples import DataError
 from thinwire.train.loop import Outcome, TrainingError, train
+from thinwire.train.meeting import meet
 from thinwire.train.output import OutputError, choose_output
 from thinwire.train.run import RanksDiffer
 from thinwire.train.snapshots import was_restarted
@@ -123,20 +124,17 @@ def _run(config: TrainConfig, out: Path | None, stop: StopRequest) -> str:
 
 
 def start_process_group(backend: str, timeout: timedelta) -> None:
-    """Connect all ranks. Each leaves a note in the store first, so that where they cannot be connected in time the
-    ranks that never came can be named."""
+    """Connect all ranks. Raises CollectiveError naming those that did not come in time."""
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    # Workers that torchrun starts again may find the addresses of those before them in the same store.
-    store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    store.set(f"thinwire/here/{rank}", "")
+    token = meet(store, rank, world_size, timeout)
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=PrefixStore(token, store), rank=rank, world_size=world_size, timeout=timeout
+        )
     except (RuntimeError, dist.DistError) as error:
-        missing = [str(other) for other in range(world_size) if not store.check([f"thinwire/here/{other}"])]
-        who = f"; no answer from rank {', '.join(missing)}" if missing else ""
+        within = f"within {timeout.total_seconds():g} s"
         raise tw.CollectiveError(
-            f"rank {rank}: the ranks could not be connected within {timeout.total_seconds():g} s{who}: "
-            f"{first_line(error)}"
+            f"rank {rank}: the ranks could not be connected {within}: {first_line(error)}"
         ) from error
 
 
