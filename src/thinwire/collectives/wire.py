@@ -59,33 +59,51 @@ class Wire:
             self.rank, self.world_size = dist.get_rank(group), len(self.ranks)
             self._timeout = timeout or _group_timeout(group, self.device)
         self._pipeline = Pipeline(self.device, self._fail)
-        if self.world_size > 1:
-            self.phase(CONTROL)
+        if self.world_size > 1 and CONTROL not in self._phases:
+            assert group is not None
+            self._phases[CONTROL] = self._new_group(CONTROL, group)
 
     def phase(self, name: str) -> dist.ProcessGroup:
         """The process group of a phase, made at its first mention (then it is a collective call)."""
         if name not in self._phases:
-            new = dist.new_group(
-                self.ranks,
-                timeout=self._timeout,
-                use_local_synchronization=True,
-                group_desc=f"thinwire {self.scope} {name}",
-            )
-            # Connect now: gloo's first collective on a group could otherwise outlast the timeout.
-            dist.all_reduce(torch.zeros(1, device=self.device), group=new)
-            self._phases[name] = new
+            self._phases[name] = self._new_group(name, self._phases[CONTROL])
         return self._phases[name]
 
-    def part(self, members: Sequence[int], scope: str) -> Wire:
+    def part(self, members: Sequence[int], scope: str, *, own_worker: bool = False) -> Wire:
         """The wire of some of these ranks, of which this one is one, by their numbers in this wire: with the same
-        worker and ledger. Collective among them."""
+        ledger, and the same worker unless it gets its own. All ranks of this wire call it, each with a part of
+        its own."""
         part = copy.copy(self)
+        if own_worker:
+            part._pipeline = Pipeline(self.device, part._fail)
         part.scope, part._phases = scope, {}
         part.ranks = [self.ranks[member] for member in members]
         part.rank, part.world_size = members.index(self.rank), len(members)
-        if part.world_size > 1:
-            part.phase(CONTROL)
+        if self.world_size > 1:
+            part._phases[CONTROL] = part._new_group(CONTROL, self._phases[CONTROL])
         return part
+
+    def _new_group(self, name: str, known: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A process group of this wire's ranks, made by all ranks of a group that is known, each for its wire.
+
+        torch names a group after the number of those that its process is in. Where these numbers differ, as after
+        a `new_group` of some ranks, ranks would wait for each other under different names; so whoever is in
+        fewer makes groups of its own first.
+        """
+        own = dist.distributed_c10d._world.pg_names
+        most = torch.tensor([len(own)], device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=known)
+        while len(own) < int(most):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        new: dist.ProcessGroup = dist.new_group(
+            self.ranks,
+            timeout=self._timeout,
+            use_local_synchronization=True,
+            group_desc=f"thinwire {self.scope} {name}",
+        )
+        # Connect now: gloo's first collective on a group could otherwise outlast the timeout.
+        dist.all_reduce(torch.zeros(1, device=self.device), group=new)
+        return new
 
     @property
     def busy_seconds(self) -> float:

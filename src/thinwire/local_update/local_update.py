@@ -227,10 +227,8 @@ def _share(
         return Weights(target.trained, shards=shards, open_=partial(reshard, target.module)), wire
     members = members_of_group(plan.groups, wire)
     size, place = len(members), wire.rank - members[0]
-    # Of its own, not a part of `wire`: when a rank of another group is gone, the group still has to go back.
-    ranks = [wire.ranks[member] for member in members]
-    made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    group = _closing(stack, Wire(made, device=wire.device, timeout=timeout, scope="group", ledger=wire.ledger))
+    # With a worker of its own: when a rank of another group is gone, the group still has to go back.
+    group = _closing(stack, wire.part(members, "group", own_worker=True))
     group.phase("gather")
     across = wire.part(range(place, wire.world_size, size), "between groups")
     return Weights(target.trained, group), across
