@@ -102,6 +102,14 @@ def test_a_mean_that_is_not_finite_moves_nobody(caplog: pytest.LogCaptureFixture
     assert "is not finite: all ranks go back to its agreed weights" in caplog.text
 
 
+def test_a_closed_local_update_takes_no_steps() -> None:
+    model = Layers()
+    sync = tw.local_update(model, SGD(model.parameters(), lr=0.1), tw.DiLoCo(every=1))
+    sync.close()
+    with pytest.raises(RuntimeError, match="was closed; make a new one"):
+        sync.step()
+
+
 def test_bfloat16_parameters_are_agreed_on_in_float32() -> None:
     model = Layers().bfloat16()
     sync = tw.local_update(

@@ -29,10 +29,10 @@ from torch.optim import Optimizer
 from thinwire.collectives import CollectiveError, Ledger, Wire
 from thinwire.data_parallel import Link
 from thinwire.data_parallel.agreement import ranks_that_differ
+from thinwire.local_update.anchors import Anchors
 from thinwire.local_update.buffers import Buffers
 from thinwire.local_update.inner import Averaged, BoundInnerMean, Inner
 from thinwire.local_update.method import Moment, Plan
-from thinwire.local_update.outer import check_outer_state, load_outer, outer_bytes, outer_state
 from thinwire.local_update.weights import Weights
 from thinwire.reducers.reducer import BoundReducer, State
 
@@ -60,11 +60,10 @@ class LocalUpdate:
     def __init__(
         self,
         weights: Weights,
+        anchors: Anchors,
         buffers: Buffers | None,
         plan: Plan,
         fragments: Sequence[Sequence[str]],
-        anchors: Mapping[str, Tensor],
-        outer: Optimizer,
         reducer: BoundReducer,
         wire: Wire,
         across: Wire,
@@ -73,7 +72,7 @@ class LocalUpdate:
         inner: Inner | None,
         resources: ExitStack,
     ) -> None:
-        self.outer = outer
+        self.outer = anchors.outer
         """The outer optimizer, of the anchors; a `torch.optim.lr_scheduler` of it counts rounds: step it whenever
         `step()` returns True."""
         self.steps = 0
@@ -83,10 +82,10 @@ class LocalUpdate:
         self.exposed_seconds = 0.0
         """Seconds in which training waited for what a round sends; gradients apart."""
         self._weights = weights
+        self._anchors = anchors
         self._buffers = buffers
         self._plan = plan
         self._fragments = fragments
-        self._anchors = anchors
         self._reducer = reducer
         self._wire = wire
         self._across = across
@@ -99,6 +98,7 @@ class LocalUpdate:
         self._weighted: bool | None = None
         self._inner_lr = self._inner_lr_now()  # when the last outer step was taken
         self._flight: _Flight | None = None
+        self._closed = False
         self._settle_who_averages()
         weakref.finalize(self, wire.release).atexit = False  # where nobody calls close()
 
@@ -138,8 +138,11 @@ class LocalUpdate:
         Due is, in most steps, nothing. Otherwise one fragment's pseudo-gradient is sent, or its mean is waited
         for and applied. `tokens`: how many this rank's step was made of, in all steps or in none; then ranks
         count in the mean by their tokens, which costs one control all-reduce of a float64 number per fragment
-        and round. Raises CollectiveError where a rank fails: the model then holds the weights agreed last.
+        and round. Raises CollectiveError where a rank fails: the model then holds the weights agreed last;
+        RuntimeError after `close()`.
         """
+        if self._closed:
+            raise RuntimeError("step: this local update was closed; make a new one with tw.local_update")
         if self._weighted not in (None, tokens is not None):
             raise ValueError("step: tokens are given in some steps and not in others")
         count = _number_of(tokens)
@@ -165,7 +168,7 @@ class LocalUpdate:
         the agreed weights. Sends a whole round's bytes unless nothing was done."""
         self._arrive(self._plan.merge)
         if self._alike:
-            self._follow_all()
+            self._anchors.follow(self._weights.names)
             self._average_buffers()
             return
         late = [fragment for fragment, step in enumerate(self._sent) if step < self.steps]
@@ -198,7 +201,7 @@ class LocalUpdate:
         """Compare a hash of the agreed weights across ranks; 8 bytes of control traffic to each. Raises
         RuntimeError on every rank, naming those that differ from most."""
         self.verified = self.steps
-        if differing := ranks_that_differ(self._across, self._anchors.values()):
+        if differing := ranks_that_differ(self._across, self._anchors.tensors):
             ranks = ", ".join(map(str, differing))
             raise RuntimeError(f"the agreed weights of rank {ranks} differ from those of the other ranks")
 
@@ -222,12 +225,11 @@ class LocalUpdate:
             "weighted": self._weighted,
             "inner_lr": self._inner_lr,
         }
-        state |= {f"anchor.{name}": anchor.clone() for name, anchor in self._anchors.items()}
+        state |= self._anchors.state_dict()
         state |= self._buffers.state_dict() if self._buffers is not None else {}
         if self._flight is not None:
             state["in_flight"] = self._flight.fragment
             state |= {f"arriving.{name}": mean.clone() for name, mean in self._flight.named.items()}
-        state |= outer_state(self.outer, self._anchors)
         state |= {f"reducer.{key}": value for key, value in self._reducer.state_dict().items()}
         inner = self._inner.state_dict() if self._inner is not None else {}
         return state | {f"inner.{key}": value for key, value in inner.items()}
@@ -247,47 +249,37 @@ class LocalUpdate:
             raise ValueError(
                 f"the local-update state has fragments {state.get('fragments')!r:.200}, not {fragments!r:.200}"
             )
-        check_outer_state(self.outer, state)
         flying = state.get("in_flight")
-        expected = {f"anchor.{name}": anchor for name, anchor in self._anchors.items()}
-        if flying is not None:
-            arriving = self._weights.kept(self._fragments[flying])
-            expected |= {f"arriving.{name}": self._anchors[name] for name in arriving}
-        for key, tensor in expected.items():
-            if not isinstance(state.get(key), Tensor) or state[key].shape != tensor.shape:
-                raise ValueError(f"the local-update state has no {key!r} of shape {tuple(tensor.shape)}")
+        arriving = [] if flying is None else self._weights.kept(self._fragments[flying])
+        self._anchors.check(state, arriving)
         self._wait()
         self._reducer.load_state_dict(_under("reducer.", state))
         if self._inner is not None:
             self._inner.load_state_dict(_under("inner.", state))
         if self._buffers is not None:
             self._buffers.load_state_dict(state)
-        for name, anchor in self._anchors.items():
-            anchor.copy_(state[f"anchor.{name}"])
-        load_outer(self.outer, self._anchors, state)
+        self._anchors.load_state_dict(state)
         self.steps, self._sent, self._tokens = state["steps"], list(state["sent"]), list(state["tokens"])
         self._weighted, self._inner_lr = state["weighted"], state["inner_lr"]
         self._settle_who_averages()
         self._flight = None
         if flying is not None:
-            means = {
-                name: state[f"arriving.{name}"].to(self._wire.device, copy=True)
-                for name in self._weights.kept(self._fragments[flying])
-            }
+            means = {name: state[f"arriving.{name}"].to(self._wire.device, copy=True) for name in arriving}
             self._flight = _Flight(flying, means, None)
 
     def memory_bytes(self) -> int:
         """Bytes held on this rank beside the model and the inner optimizer: anchors, outer optimizer, what is in
         flight, and the reducer's."""
-        flying = list(self._flight.named.values()) if self._flight else []
-        tensors = [*self._anchors.values(), *flying]
+        flying = self._flight.named.values() if self._flight else []
         inner = self._inner.memory_bytes() if self._inner is not None else 0
         buffers = self._buffers.nbytes if self._buffers is not None else 0
-        own = sum(tensor.nbytes for tensor in tensors) + outer_bytes(self.outer)
+        own = self._anchors.nbytes + sum(tensor.nbytes for tensor in flying)
         return own + buffers + self._reducer.memory_bytes() + inner
 
     def close(self) -> None:
-        """Give a DDP model its own gradient averaging back. What is in flight is dropped."""
+        """Give a DDP model its own gradient averaging back. What is in flight is dropped. The ranks' inner optimizers
+        stay as they are, each rank's its own: average or make them anew before training as one model again."""
+        self._closed = True
         self._resources.close()
 
     # -- a fragment's way ----------------------------------------------------------------------------------
@@ -296,7 +288,7 @@ class LocalUpdate:
     def _send(self, fragment: int) -> None:
         with self._rolled_back():
             weight = self._weight(fragment)
-            named, future = self._pseudo_gradient(fragment), None
+            named, future = self._anchors.pseudo_gradient(self._fragments[fragment]), None
             if named:  # a rank of a small sharded model may hold nothing of it
                 self._reducer.begin()
                 future = self._reducer.all_reduce(named, weight=weight)
@@ -317,7 +309,6 @@ class LocalUpdate:
                     f"rank {self._wire.ranks[self._wire.rank]}: the mean of fragment {flight.fragment} did not "
                     "reach a rank that holds other parts of the same weights; the agreed ones are kept"
                 )
-        self._weights.open()
         if verdict == FINE:
             self._move(flight.named)
         else:
@@ -327,9 +318,7 @@ class LocalUpdate:
                 flight.fragment,
             )
             merge = 0.0
-        for name in flight.named:
-            own, anchor = self._weights[name], self._anchors[name].to(self._wire.device)
-            own.copy_(anchor.lerp(own.to(anchor.dtype), merge) if merge else anchor)
+        self._anchors.lead(flight.named, merge)
         with self._rolled_back(tell=False):
             self._weights.spread(self._fragments[flight.fragment])
 
@@ -337,39 +326,24 @@ class LocalUpdate:
     def _follow(self, fragment: int) -> None:
         """Of ranks that are alike: the anchors become the weights, and the outer optimizer sees the way there."""
         if self._plan.settings is not None:
-            moved = self._pseudo_gradient(fragment)
+            moved = self._anchors.pseudo_gradient(self._fragments[fragment])
             with self._rolled_back(tell=False):
                 fine = self._weights.worst(self._verdict(moved)) == FINE
             if fine:
                 self._move(moved)
-        for name in self._weights.kept(self._fragments[fragment]):
-            self._anchors[name].copy_(self._weights[name])
+        self._anchors.follow(self._fragments[fragment])
         self._sent[fragment], self._tokens[fragment] = self.steps, 0.0
-
-    @torch.no_grad()
-    def _follow_all(self) -> None:
-        for name, anchor in self._anchors.items():
-            anchor.copy_(self._weights[name])
-
-    def _pseudo_gradient(self, fragment: int) -> dict[str, Tensor]:
-        """Anchor - parameter, on the device of the parameters."""
-        names = self._weights.kept(self._fragments[fragment])
-        return {name: self._anchors[name].to(self._wire.device) - self._weights[name] for name in names}
 
     def _verdict(self, means: Mapping[str, Tensor]) -> int:
         return FINE if all(bool(mean.isfinite().all()) for mean in means.values()) else NOT_FINITE
 
     def _move(self, means: Mapping[str, Tensor]) -> None:
         """Take a step of the outer optimizer along these."""
+        settings: Mapping[str, float] = {}
         if self._plan.settings is not None:
             progress = self.steps / self._total_steps if self._total_steps else None
-            moment = Moment(progress, self._inner_lr_now(), self._inner_lr, self._alike)
-            for group in self.outer.param_groups:
-                group.update(self._plan.settings(moment))
-        for name, mean in means.items():
-            self._anchors[name].grad = mean.to(self._anchors[name].device)
-        self.outer.step()
-        self.outer.zero_grad()
+            settings = self._plan.settings(Moment(progress, self._inner_lr_now(), self._inner_lr, self._alike))
+        self._anchors.move(means, settings)
         self._inner_lr = self._inner_lr_now()
 
     @property
@@ -433,9 +407,7 @@ class LocalUpdate:
     @torch.no_grad()
     def _restore(self) -> None:
         """The agreed weights."""
-        self._weights.open()
-        for name, anchor in self._anchors.items():
-            self._weights[name].copy_(anchor)
+        self._anchors.lead_all()
         if self._buffers is not None:
             self._buffers.restore()
         self._weights.spread(self._weights.names)

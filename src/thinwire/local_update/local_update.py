@@ -30,12 +30,12 @@ from thinwire.data_parallel.parameters import (
     slots_of,
     trained_parameters,
 )
+from thinwire.local_update.anchors import Anchors
 from thinwire.local_update.buffers import Buffers
 from thinwire.local_update.engine import LocalUpdate
 from thinwire.local_update.fragments import cut
 from thinwire.local_update.inner import Averaged, Inner, InnerMean, members_of_group
 from thinwire.local_update.method import Method, Plan
-from thinwire.local_update.outer import make_outer
 from thinwire.local_update.weights import Weights, wide
 from thinwire.reducers.reducer import is_configuration
 
@@ -101,18 +101,13 @@ def local_update(
             _start_equal(target.module, wire)
         inner = _average_gradients(target, plan, optimizers, wire, stack, timeout)
         weights, across = _share(target, plan, wire, stack, timeout)
-        slots = weights.slots()
-        reducer = plan.reducer.bind(slots, across)
-        home = torch.device("cpu") if plan.offload else wire.device
-        anchors = {slot.name: _anchor(weights[slot.name], slot.dtype, home) for slot in slots}
         return LocalUpdate(
             weights=weights,
+            anchors=Anchors(weights, plan.outer, device=wire.device, offload=plan.offload),
             buffers=Buffers(target.buffers, wire) if sync_buffers else None,
             plan=plan,
             fragments=fragments,
-            anchors=anchors,
-            outer=make_outer(plan.outer, anchors),
-            reducer=reducer,
+            reducer=plan.reducer.bind(weights.slots(), across),
             wire=wire,
             across=across,
             optimizers=optimizers,
@@ -237,11 +232,6 @@ def _share(
 def _closing(stack: ExitStack, wire: Wire) -> Wire:
     stack.callback(wire.close)
     return wire
-
-
-def _anchor(weights: Tensor, dtype: torch.dtype, home: torch.device) -> Tensor:
-    anchor = weights.to(home, dtype, copy=True)
-    return anchor.pin_memory() if home.type == "cpu" and weights.is_cuda else anchor
 
 
 def _refusal(optimizers: Sequence[Optimizer], module: nn.Module) -> Exception | None:
