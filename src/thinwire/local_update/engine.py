@@ -277,8 +277,8 @@ class LocalUpdate:
         return own + buffers + self._reducer.memory_bytes() + inner
 
     def close(self) -> None:
-        """Give a DDP model its own gradient averaging back. What is in flight is dropped. The ranks' inner optimizers
-        stay as they are, each rank's its own: average or make them anew before training as one model again."""
+        """Give a DDP model its own gradient averaging back. What is in flight is dropped. The inner optimizers stay
+        as they are, each rank's its own: average or make them anew before training as one model again."""
         self._closed = True
         self._resources.close()
 
