@@ -14,7 +14,7 @@ from thinwire.local_update import (
     StreamingDiLoCo,
     local_update,
 )
-from thinwire.reducers import After, Dense, Local, Quantized, Routed
+from thinwire.reducers import After, Dense, Local, LoCo, Quantized, Routed
 
 __all__ = [
     "GIFT",
@@ -24,6 +24,7 @@ __all__ = [
     "DiLoCo",
     "Hadamard",
     "Link",
+    "LoCo",
     "Local",
     "LocalSGD",
     "MuLoCo",

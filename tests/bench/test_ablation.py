@@ -21,6 +21,7 @@ from thinwire.bench.methods import FEEDBACKS, GEOMETRIES, cell, cell_reducer
         (("int4", "euclidean", "error"), "int4"),
         (("int4", "hadamard", "error"), "int4-hadamard"),
         (("fp8_e5m2_pow2", "euclidean", "none"), "fp8"),
+        (("int4", "euclidean", "loco"), "int4-loco"),
     ],
 )
 def test_cells_that_are_recipes_are_those(parts: tuple[str, str, str], recipe: str) -> None:
@@ -29,7 +30,7 @@ def test_cells_that_are_recipes_are_those(parts: tuple[str, str, str], recipe: s
 
 def test_all_cells_of_a_format_differ() -> None:
     grid = product(["nvfp4"], GEOMETRIES, FEEDBACKS)
-    assert len({repr(cell_reducer(cell(*parts))) for parts in grid}) == 6
+    assert len({repr(cell_reducer(cell(*parts))) for parts in grid}) == 9
 
 
 def test_rows_compare_seed_by_seed_with_ddp() -> None:

@@ -309,7 +309,7 @@ def test_dense_refuses_what_has_no_mean_in_its_dtype(dtype: torch.dtype) -> None
 def test_bad_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown format 'fp9'"):
         Quantized("fp9")
-    with pytest.raises(ValueError, match="feedback must be 'none' or 'error', got 'momentum'"):
+    with pytest.raises(ValueError, match="feedback must be 'none', 'error' or a LoCo, got 'momentum'"):
         Quantized("bf16", feedback="momentum")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the loss scale must be positive, got 0"):
         Quantized("bf16").bind([], Wire()).set_loss_scale(0.0)

@@ -30,7 +30,7 @@ SAME = ("param_hash", "val_loss", "final_train_loss", "tokens", "skipped_steps",
 
 
 FULL = pytest.mark.full
-ONE_OF_EACH = ["ddp", "fp8", "nvfp4", "int4-hadamard", "gift-fp8", "streaming-diloco", "pier-fp8"]
+ONE_OF_EACH = ["ddp", "fp8", "nvfp4", "int4-loco", "int4-hadamard", "gift-fp8", "streaming-diloco", "pier-fp8"]
 """What differs in a state: nothing kept, no error memory, error memory, fixed coordinates, fitted ones; under
 local updates something in flight, two phases."""
 

@@ -44,7 +44,7 @@ class Row:
 def main(argv: list[str]) -> int:
     """Train, compare, print; returns the exit code."""
     arguments = _parse(argv)
-    cells = list(product(arguments.formats, GEOMETRIES, FEEDBACKS))
+    cells = list(product(arguments.formats, arguments.geometries, arguments.feedback))
     trained: dict[str, list[Trained]] = {}
     try:
         for seed in range(arguments.seeds):
@@ -78,12 +78,13 @@ def compare(trained: Mapping[str, Sequence[Trained]], cells: Sequence[tuple[str,
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line per format and geometry: loss / ddp's without and with feedback, and bytes / ddp's."""
+    """A line per format and geometry: loss / ddp's with each feedback, and bytes / ddp's."""
     ratios = {(row.format, row.geometry, row.feedback): row for row in rows}
-    heads = "".join(f" {f'feedback {name!r}':>18}" for name in FEEDBACKS)
+    feedbacks = list(dict.fromkeys(row.feedback for row in rows))
+    heads = "".join(f" {f'feedback {name!r}':>18}" for name in feedbacks)
     lines = [f"{'format':10} {'geometry':10}{heads} {'sent / ddp':>11}"]
     for format, geometry in dict.fromkeys((row.format, row.geometry) for row in rows):
-        columns = [ratios[format, geometry, feedback] for feedback in FEEDBACKS]
+        columns = [ratios[format, geometry, feedback] for feedback in feedbacks]
         values = "".join(f" {row.ratio_to_ddp:9.4f}{plus_minus(row.ratio_spread)}" for row in columns)
         lines.append(f"{format:10} {geometry:10}{values} {columns[0].sent_ratio_to_ddp:11.4f}")
     return "\n".join(lines)
@@ -97,6 +98,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default=list(FORMATS),
         metavar="FORMAT",
         help=f"of {', '.join(formats.names())} (default: {' '.join(FORMATS)})",
+    )
+    parser.add_argument(
+        "--geometries", nargs="+", default=list(GEOMETRIES), choices=list(GEOMETRIES), help="default: all"
+    )
+    parser.add_argument(
+        "--feedback", nargs="+", default=["none", "error"], choices=list(FEEDBACKS), help="default: none error"
     )
     parser.add_argument("--ranks", type=whole_number(2, MAX_RANKS), default=2, help="default 2")
     parser.add_argument("--seeds", type=whole_number(1, 1000), default=3, help="seeds 0, 1, … (default 3)")

@@ -21,12 +21,12 @@ from thinwire.geometry import Geometry
 from thinwire.local_update import Method
 from thinwire.local_update.pier import SMOOTH_LR, SMOOTH_MOMENTUM
 from thinwire.reducers import Reducer
-from thinwire.reducers.quantized import Feedback
+from thinwire.reducers.feedback import Feedback
 from thinwire.train.averaging import Attach, Averaging, attach_recipe, average_now_and_then
 from thinwire.train.config import OptimizerConfig, TrainConfig
 
 GEOMETRIES: dict[str, Geometry | None] = {"euclidean": None, "hadamard": tw.Hadamard(), "gift": tw.GIFT()}
-FEEDBACKS: tuple[Feedback, ...] = ("none", "error")
+FEEDBACKS: dict[str, Feedback] = {"none": "none", "error": "error", "loco": tw.LoCo()}
 
 
 class Hooked:
@@ -101,7 +101,7 @@ def cell(format: str, geometry: str, feedback: str) -> str:
 def cell_reducer(name: str) -> Reducer:
     """The reducer of a cell."""
     format, geometry, feedback = name.split("-")
-    return tw.Routed(tw.Quantized(format, feedback=cast(Feedback, feedback), geometry=GEOMETRIES[geometry]))
+    return tw.Routed(tw.Quantized(format, feedback=FEEDBACKS[feedback], geometry=GEOMETRIES[geometry]))
 
 
 def description(method: str) -> str:

@@ -33,6 +33,8 @@ Deliver = Callable[[Chunk, int, Callable[[Tensor], object]], None]
 """`deliver(chunk, owner, write)`: takes the mean of a chunk of one owner's pieces; `write(out)` puts it into
 `out`, float32 (columns,), which may be where it is wanted in the end."""
 
+Owed = Callable[[Chunk, Tensor, float], None]
+"""`owed(chunk, rows, scale)`: adds what is still owed of a chunk, in units of the mean, times `scale`."""
 
 Draw = Callable[[Chunk, int], Tensor | None]
 """`draw(chunk, owner)`: the keys, int32 (spans,), with which this rank encodes its contribution to the owner's
@@ -68,7 +70,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class TwoPhase:
-    """The compressed mean of one call: its wire, format, work matrix and residual."""
+    """The compressed mean of one call: its wire, format, work matrix and what is owed."""
 
     wire: Wire
     format: Format
@@ -77,8 +79,8 @@ class TwoPhase:
     """Writes the contributions to a chunk, times this rank's weight / world size, into `rows`."""
     rows: Tensor
     """float32 (W, message length): work memory; in the end the pending residual, if there is one."""
-    residual: Tensor | None
-    """float32, as `rows`: what is still owed, in units of the mean, unscaled; read only."""
+    owed: Owed | None
+    """What earlier reductions left out; None: that is lost, and of this one, too."""
     loss_scale: float = 1.0
     draw: Draw = lambda chunk, owner: None
 
@@ -89,7 +91,7 @@ class TwoPhase:
         send = self.buffers.take(nbytes)
         with record_function("thinwire::encode"):
             self.format.encode(total, send, spans=chunk.spans, key=self.draw(chunk, self.wire.rank))
-            if self.residual is not None:
+            if self.owed is not None:
                 own = self.rows[self.wire.rank, chunk.start : chunk.stop]
                 self._keep(own, total, send, chunk, delivered=True)
         self.buffers.give(total)
@@ -116,13 +118,13 @@ class TwoPhase:
         send, received = self.buffers.take(others * nbytes), self.buffers.take(others * nbytes)
         with record_function("thinwire::encode"):
             self.fill(chunk)
-            if self.residual is not None:
-                rows.add_(self.residual[:, chunk.start : chunk.stop], alpha=self.loss_scale)
+            if self.owed is not None:
+                self.owed(chunk, rows, self.loss_scale)
             foreign = [owner for owner in range(len(rows)) if owner != rank]
             for owner, encoded in zip(foreign, send.view(others, nbytes)):
                 row = rows[owner]
                 self.format.encode(row, encoded, spans=chunk.spans, key=self.draw(chunk, owner))
-                if self.residual is not None:
+                if self.owed is not None:
                     self._keep(row, row, encoded, chunk)
         with record_function("thinwire::send"):
             pending = self.wire.all_to_all(received.view(others, nbytes), send.view(others, nbytes))

@@ -178,6 +178,15 @@ class LocalUpdate:
         self._average_buffers()
         self._restore()
 
+    def wait(self) -> None:
+        """Until what is in flight has arrived, and its bytes are counted; it is applied when it is due."""
+        if self._flight is not None and self._flight.future is not None:
+            started = time.perf_counter()
+            with self._rolled_back():
+                self._flight.future.wait()
+            self.exposed_seconds += time.perf_counter() - started
+            self._flight.future = None
+
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """A context in which the model holds the weights and buffers agreed on last, the same on all ranks: for
@@ -212,7 +221,7 @@ class LocalUpdate:
         `anchor.<name>`, `buffer.<name>`, `outer.<name>.<key>`, `arriving.<name>` (means that are not due yet),
         those of the reducer after `reducer.`, of what averages gradients after `inner.`.
         """
-        self._wait()
+        self.wait()
         state: State = {
             "format_version": FORMAT_VERSION,
             "rank": self._wire.ranks[self._wire.rank],  # in the world: shards differ, too
@@ -252,7 +261,7 @@ class LocalUpdate:
         flying = state.get("in_flight")
         arriving = [] if flying is None else self._weights.kept(self._fragments[flying])
         self._anchors.check(state, arriving)
-        self._wait()
+        self.wait()
         self._reducer.load_state_dict(_under("reducer.", state))
         if self._inner is not None:
             self._inner.load_state_dict(_under("inner.", state))
@@ -277,8 +286,8 @@ class LocalUpdate:
         return own + buffers + self._reducer.memory_bytes() + inner
 
     def close(self) -> None:
-        """Give a DDP model its own gradient averaging back. What is in flight is dropped. The inner optimizers stay
-        as they are, each rank's its own: average or make them anew before training as one model again."""
+        """Give a DDP model its own gradient averaging back. What is in flight is dropped. Inner optimizers stay as
+        they are, each rank's its own: average or make them anew before training as one model again."""
         self._closed = True
         self._resources.close()
 
@@ -298,7 +307,7 @@ class LocalUpdate:
     @torch.no_grad()
     def _arrive(self, merge: float) -> None:
         """Move the anchors of what is in flight, if anything is, and merge."""
-        self._wait()
+        self.wait()
         flight, self._flight = self._flight, None
         if flight is None:
             return
@@ -366,14 +375,6 @@ class LocalUpdate:
         if self._buffers is not None:
             with self._rolled_back(tell=False):
                 self._buffers.average()
-
-    def _wait(self) -> None:
-        if self._flight is not None and self._flight.future is not None:
-            started = time.perf_counter()
-            with self._rolled_back():
-                self._flight.future.wait()
-            self.exposed_seconds += time.perf_counter() - started
-            self._flight.future = None
 
     def _weight(self, fragment: int) -> float:
         """Of this rank in the mean; all ranks' sum to the world size."""

@@ -16,6 +16,7 @@ from torch.futures import Future
 from thinwire.collectives import Slot
 from thinwire.geometry import Fidelity, Observer
 from thinwire.reducers.coordinates import Coordinates, load_coordinates
+from thinwire.reducers.feedback import LoCo
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
     State,
@@ -30,7 +31,7 @@ from thinwire.reducers.reducer import (
 
 
 class BoundAlone:
-    """What a lossy reducer is in a world of one rank; `keeps`: whether its state has residuals."""
+    """What a lossy reducer is in a world of one rank; `memory`: what it keeps on more."""
 
     replicas: Literal["identical", "drift"] = "identical"
 
@@ -39,12 +40,13 @@ class BoundAlone:
         slots: Sequence[Slot],
         device: torch.device,
         *,
-        keeps: bool,
+        memory: LoCo | None,
         coordinates: Coordinates | None = None,
     ) -> None:
         self._slots = {slot.name: slot for slot in slots}
         self._device = device
-        self._keeps = keeps
+        self._keeps = memory is not None
+        self._share = 1.0 - memory.beta if memory is not None else 1.0  # residual / what is owed
         self._coordinates = coordinates
         self._reductions = 0
         self._loss_scale = 1.0
@@ -95,7 +97,9 @@ class BoundAlone:
         for name, slot in self._slots.items() if self._keeps else ():
             owed = self._owed.get(name)
             residual = (
-                torch.zeros(slot.shape, dtype=torch.float32, device=self._device) if owed is None else owed.clone()
+                torch.zeros(slot.shape, dtype=torch.float32, device=self._device)
+                if owed is None
+                else owed * self._share
             )
             if self._coordinates is not None:
                 residual = self._coordinates.forward(name, residual)
@@ -109,7 +113,9 @@ class BoundAlone:
         load_coordinates(self._coordinates, state)
         if self._coordinates is not None:
             residuals = {name: self._coordinates.inverse(name, owed) for name, owed in residuals.items()}
-        self._owed = {name: residual.to(self._device) for name, residual in residuals.items() if residual.any()}
+        self._owed = {
+            name: residual.to(self._device) / self._share for name, residual in residuals.items() if residual.any()
+        }
         self._reductions = reductions
 
     def memory_bytes(self) -> int:

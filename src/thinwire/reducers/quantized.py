@@ -11,8 +11,8 @@ mean. It is laid out as the work matrix is, (world size, message length): row w 
 own row is what this rank as owner still owes to everybody. (An owner's contribution to its own piece is
 never encoded, so it leaves nothing out and needs no memory.)
 
-Memory: 8 bytes per element and rank, work matrix and residual; 4 without feedback. The work matrix becomes
-the new residual when the reduction is committed, at the next `begin`.
+Memory: 8 bytes per element and rank, work matrix and residual; 4 without feedback, a little above 5 with `LoCo`
+(`feedback.py`). The work matrix becomes the new residual when the reduction is committed, at the next `begin`.
 Error feedback: 1-bit SGD (Seide et al. 2014); for both stages DoubleSqueeze (arXiv 1905.05957).
 """
 
@@ -32,12 +32,13 @@ from torch.futures import Future
 from thinwire.collectives import CHUNK, Chunk, Layout, Slot, Wire
 from thinwire.collectives.pipeline import Task
 from thinwire.collectives.two_phase import Buffers, Deliver, TwoPhase, round_to_slots
-from thinwire.formats import Format, get
+from thinwire.formats import BlockScaled, Format, get
 from thinwire.formats.stochastic import span_key
 from thinwire.geometry import Fidelity, Geometry, Observer, Place
 from thinwire.reducers.alone import BoundAlone
 from thinwire.reducers.coordinates import Coordinates, load_coordinates, matrix_shapes, wire_slots
 from thinwire.reducers.executable import executable, for_another_thread
+from thinwire.reducers.feedback import Feedback, memory_of
 from thinwire.reducers.finite import FiniteWatch
 from thinwire.reducers.reducer import (
     BoundReducer,
@@ -53,12 +54,11 @@ from thinwire.reducers.reducer import (
 )
 from thinwire.reducers.refresh import refresh
 from thinwire.reducers.region import Region
+from thinwire.reducers.residual import Coded, Plain, Residual
 from thinwire.reducers.round_trip import round_trip
 from thinwire.reducers.views import Staged
 
 logger = logging.getLogger(__name__)
-
-Feedback = Literal["none", "error"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -71,7 +71,8 @@ class Quantized:
     """A name of `thinwire.formats.names()` or a Format."""
 
     feedback: Feedback = "none"
-    """"error" keeps what the encodings leave out and adds it to the next reduction."""
+    """"error" keeps what the encodings leave out and adds it to the next reduction; `tw.LoCo()` keeps a moving
+    average of it, in a byte per element."""
 
     geometry: Geometry | None = None
     """The coordinates in which matrices are encoded, such as `tw.GIFT()`; None: their own."""
@@ -89,8 +90,12 @@ class Quantized:
             raise ValueError(
                 f"Quantized geometry must be None or a geometry such as tw.GIFT(), got {self.geometry!r}"
             )
-        if self.feedback not in ("none", "error"):
-            raise ValueError(f"Quantized feedback must be 'none' or 'error', got {self.feedback!r}")
+        memory, block = memory_of(self.feedback), get(self.format).block
+        if memory is not None and memory.storage == "int8" and block % 16:
+            raise ValueError(
+                f"LoCo storage='int8' needs a format with blocks of a multiple of 16, {get(self.format).name} has "
+                f"{block}: use storage='bfloat16'"
+            )
 
     def bind(self, slots: Sequence[Slot], wire: Wire) -> BoundReducer:
         for slot in slots:
@@ -108,7 +113,7 @@ class Quantized:
             place = Place(wire.rank, wire.world_size, wire.device, measured)
             coordinates = Coordinates(self.geometry.bind(matrix_shapes(slots), place), slots)
         if wire.world_size == 1:
-            return BoundAlone(slots, wire.device, keeps=self.feedback == "error", coordinates=coordinates)
+            return BoundAlone(slots, wire.device, memory=memory_of(self.feedback), coordinates=coordinates)
         return BoundQuantized(self, slots, wire, format, coordinates)
 
     def sent_bytes(self, slots: Sequence[Slot], world_size: int) -> int:
@@ -141,7 +146,10 @@ class BoundQuantized:
         self._coordinates = coordinates
         slots = wire_slots(slots) if coordinates else slots
         self._slots = {slot.name: slot for slot in slots}
-        self._keeps = config.feedback == "error"
+        self._memory = memory_of(config.feedback)
+        self._stored = None
+        if self._memory is not None and self._memory.storage == "int8":
+            self._stored = executable(BlockScaled("int8", block=format.block), slots, wire, config.compile)
         self._seed = config.seed
         self._reductions = 0
         self._loss_scale = 1.0
@@ -150,7 +158,7 @@ class BoundQuantized:
         self._agree = False  # whether ranks must ask each other what they saw
         self._open: dict[tuple[str, ...], Future[None]] = {}  # calls of the open reduction
         self._regions: dict[tuple[str, ...], Region] = {}
-        wire.keeps_memory |= self._keeps
+        wire.keeps_memory |= self._memory is not None
         wire.phase("scatter")
         wire.phase("gather")
         for slot in slots:
@@ -219,9 +227,10 @@ class BoundQuantized:
 
     def settle(self) -> None:
         """Commit the open reduction, or drop it where any mean was non-finite: every rank saw the same."""
-        if self.finite():
+        if self.finite() and (memory := self._memory) is not None:
+            forgotten = set(memory.forgotten(list(self._slots), self._reductions))
             for key in self._open:
-                self._regions[key].commit()
+                self._regions[key].commit(memory.beta, [name for name in key if name in forgotten])
         self._open.clear()
         self._watch.reset()
         self._agree = False
@@ -235,7 +244,7 @@ class BoundQuantized:
     def state_dict(self) -> State:
         self.settle()
         state = {**new_state(self._reductions), "chunk": CHUNK}
-        if self._keeps:
+        if self._memory is not None:
             for name, slot in self._slots.items():
                 residual = torch.zeros(slot.shape, dtype=torch.float32, device=self._wire.device)
                 self._home(name).read_residual(name, residual)
@@ -246,7 +255,7 @@ class BoundQuantized:
 
     def load_state_dict(self, state: State) -> None:
         reductions = reductions_in(state)
-        residuals = residuals_in(state, self._slots if self._keeps else {})
+        residuals = residuals_in(state, self._slots if self._memory is not None else {})
         if state.get("chunk", CHUNK) != CHUNK:
             logger.warning(
                 "saved with chunks of %d elements, now %d: per-span scales change", state["chunk"], CHUNK
@@ -263,7 +272,14 @@ class BoundQuantized:
 
     def _region(self, slots: Sequence[Slot]) -> Region:
         layout = Layout(tuple(slots), self._wire.world_size, self._format.block)
-        return Region(layout, self._wire.rank, self._wire.device, keeps=self._keeps)
+        return Region(layout, self._wire.rank, self._wire.device, self._residual(layout))
+
+    def _residual(self, layout: Layout) -> Residual | None:
+        if self._memory is None:
+            return None
+        if self._stored is not None:
+            return Coded(layout, self._stored, self._wire.device)
+        return Plain(layout, getattr(torch, self._memory.storage), self._wire.device)
 
     def _two_phase(self, region: Region, fill: Callable[[Chunk], None]) -> TwoPhase:
         return TwoPhase(
@@ -272,7 +288,7 @@ class BoundQuantized:
             self._buffers,
             fill,
             region.work,
-            region.residual,
+            None if region.residual is None else region.residual.add_to,
             self._loss_scale,
             self._draw,
         )
@@ -339,7 +355,7 @@ class BoundQuantized:
 
     def _rebase(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
         """What is owed of a slot, in new coordinates."""
-        if self._keeps and self._coordinates is not None:
+        if self._memory is not None and self._coordinates is not None:
             region = self._home(name)
             residual = torch.zeros(self._slots[name].shape, dtype=torch.float32, device=self._wire.device)
             region.read_residual(name, residual)

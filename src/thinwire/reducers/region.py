@@ -1,8 +1,8 @@
 """A region: the work matrix and the residual of slots that are reduced in one call.
 
-Both are float32 (world size, message length), in the layout of the call. In a reduction the work matrix
-first holds the contributions, then what the encodings left out: the pending residual. Committing swaps the
-two; rolling back just doesn't. When DDP rebuilds its buckets a slot moves to another region and takes its
+Both are matrices (world size, message length), in the layout of the call. In a reduction the work matrix, float32,
+first holds the contributions, then what the encodings left out: the pending residual. Committing hands it to the
+residual; rolling back just doesn't. When DDP rebuilds its buckets a slot moves to another region and takes its
 residual along.
 """
 
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from thinwire.collectives import Chunk, Layout, Place
 from thinwire.reducers.reducer import check_pieces
+from thinwire.reducers.residual import Residual
 from thinwire.reducers.views import Staged
 
 
 class Region:
-    """Work matrix and, if it `keeps`, residual of the slots of `layout`, for one rank."""
+    """Work matrix and, if there is one, residual of the slots of `layout`, for one rank."""
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device, *, keeps: bool) -> None:
+    def __init__(self, layout: Layout, rank: int, device: torch.device, residual: Residual | None) -> None:
         self.layout = layout
         self.key = tuple(place.slot.name for place in layout.places)
         """The slots that are reduced together here."""
@@ -31,11 +32,11 @@ class Region:
         self._places = {place.slot.name: place for place in layout.places}
         shape = (layout.world_size, layout.length)
         self.work = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.residual = torch.zeros_like(self.work) if keeps else None
+        self.residual = residual
 
     @property
     def nbytes(self) -> int:
-        return self.work.nbytes * (1 if self.residual is None else 2)
+        return self.work.nbytes + (0 if self.residual is None else self.residual.nbytes)
 
     def fill(self, sources: Mapping[str, Staged], chunk: Chunk, scale: float) -> None:
         """Write this rank's contributions to a chunk, times `scale`, into the work matrix; zeros where no element
@@ -91,16 +92,19 @@ class Region:
         for staged in outputs.values():
             staged.write_back()
 
-    def commit(self) -> None:
-        """The pending residual becomes the residual."""
+    def commit(self, keep: float = 0.0, forget: Sequence[str] = ()) -> None:
+        """The pending residual becomes the residual, or (1 - keep) of it beside `keep` of the old one; nothing is
+        left of the slots to `forget`."""
         if self.residual is not None:
-            self.work, self.residual = self.residual, self.work
+            self.work = self.residual.take(self.work, keep)
+            for name in forget:
+                self._write(name, torch.zeros_like(self._columns(self.work, name)))
 
     def restore(self, names: Sequence[str]) -> None:
         """Make a commit leave the residual of these slots as it is."""
         if self.residual is not None:
             for name in names:
-                self._columns(self.work, name).copy_(self._columns(self.residual, name))
+                self._columns(self.work, name).copy_(self._read(name))
 
     def owe(self, name: str, values: Tensor, scale: float) -> None:
         """Add this rank's piece of `values`, float32 of the slot's elements, times `scale`, to what is pending."""
@@ -113,17 +117,19 @@ class Region:
     def read_residual(self, name: str, out: Tensor) -> None:
         """Copy the residual of a slot into `out`, float32 of the slot's shape."""
         if self.residual is not None:
-            self._collect(self.residual, out.view(-1), self._places[name])
+            self._collect(self._read(name), out.view(-1), self._places[name])
 
     def write_residual(self, name: str, residual: Tensor) -> None:
         """Set the residual of a slot from float32 of its shape."""
         if self.residual is not None:
-            self._spread(residual.reshape(-1), self.residual, self._places[name])
+            columns = torch.zeros_like(self._columns(self.work, name))
+            self._spread(residual.reshape(-1), columns, self._places[name])
+            self._write(name, columns)
 
     def hand_over(self, name: str, to: Region) -> None:
         """Give a slot and its residual to another region."""
         if self.residual is not None and to.residual is not None:
-            to._columns(to.residual, name).copy_(self._columns(self.residual, name))
+            to._write(name, self._read(name))
         self.names.discard(name)
         to.names.add(name)
 
@@ -131,19 +137,25 @@ class Region:
         place = self._places[name]
         return matrix[:, place.offset : place.offset + place.padded]
 
-    def _spread(self, flat: Tensor, matrix: Tensor, place: Place) -> None:
-        """flat (numel,) into the slot's columns of the matrix, zeros where no element lies."""
-        columns = matrix[:, place.offset : place.offset + place.padded]  # (W, padded)
+    def _read(self, name: str) -> Tensor:
+        """The residual's columns of a slot."""
+        assert self.residual is not None
+        place = self._places[name]
+        return self.residual.read(place.offset, place.offset + place.padded)
+
+    def _write(self, name: str, columns: Tensor) -> None:
+        assert self.residual is not None
+        place = self._places[name]
+        self.residual.write(place.offset, place.offset + place.padded, columns)
+
+    def _spread(self, flat: Tensor, columns: Tensor, place: Place) -> None:
+        """flat (numel,) into a slot's columns (W, padded), which are zeros."""
         full, rest, piece = place.full, place.rest, place.piece
-        if full * piece < columns.numel():
-            columns[:, piece:].zero_()
-            columns[full:].zero_()
         columns[:full, :piece].copy_(flat[: full * piece].view(full, piece))
         if rest:
             columns[full, :rest].copy_(flat[full * piece :])
 
-    def _collect(self, matrix: Tensor, flat: Tensor, place: Place) -> None:
-        columns = matrix[:, place.offset : place.offset + place.padded]
+    def _collect(self, columns: Tensor, flat: Tensor, place: Place) -> None:
         full, rest, piece = place.full, place.rest, place.piece
         flat[: full * piece].view(full, piece).copy_(columns[:full, :piece])
         if rest:

@@ -280,6 +280,7 @@ def _end_in_a_bad_step(run: Run, progress: Progress) -> None:
 def _save(run: Run, progress: Progress, checkpointer: Checkpointer, state: TrainState) -> None:
     run.link.settle()  # what that sends is of the steps before
     if run.sync is not None:
+        run.sync.wait()  # likewise
         progress.add_up(run)
     progress.measure(run)
     state.numbers.update(progress.numbers())
