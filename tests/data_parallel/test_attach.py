@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
@@ -56,7 +56,6 @@ def _refusals() -> dict[str, str]:
         "foreign": _message(foreign_hook),
         "python reducer": _message(python_reducer),
         "bare": _message(lambda: tw.attach(layers(4, 5), tw.Dense())),
-        "FSDP2": _message(lambda: tw.attach(fully_shard(layers(4, 5)), tw.Dense())),
         "FSDP1": _message(
             lambda: tw.attach(FullyShardedDataParallel(layers(4, 5), device_id=torch.device("cpu")), tw.Dense())
         ),
@@ -119,7 +118,6 @@ def ranks() -> list[dict[str, Any]]:
         ("foreign", "ValueError", "has a communication hook already"),
         ("python reducer", "ValueError", "optimize_ddp = 'python_reducer'"),
         ("bare", "TypeError", "in a world of 2 ranks, got Layers: wrap it first"),
-        ("FSDP2", "ValueError", "attach: the parameters of FSDPLayers are sharded; say which ranks hold the same"),
         ("FSDP1", "TypeError", "attach does not know FullyShardedDataParallel: shard with fully_shard"),
         ("no reducer", "TypeError", "attach needs a reducer such as tw.Quantized"),
     ],

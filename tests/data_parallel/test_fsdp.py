@@ -66,7 +66,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
     tw.attach(unused, tw.Dense(), replicate=mesh["replicate"])
     bare = Layers()
     return {
-        "no mesh": said(lambda: tw.attach(sharded(Layers(), mesh["shard"]), tw.Dense())),
+        "two dimensions, no replicate": said(lambda: tw.attach(sharded(Layers(), mesh), tw.Dense())),
         "two dimensions": said(
             lambda: tw.attach(sharded(Layers(), mesh), tw.Dense(), replicate=mesh["replicate"])
         ),
@@ -150,8 +150,8 @@ def test_a_shard_is_sent_once_per_step_and_narrow_formats_work(hsdp: list[dict[s
     ("what", "sentence"),
     [
         (
-            "no mesh",
-            "ValueError: attach: the parameters of FSDPLayers are sharded; say which ranks .* replicate=mesh",
+            "two dimensions, no replicate",
+            "ValueError: attach: .* is sharded over a mesh of two dimensions.*: write fully_shard",
         ),
         ("two dimensions", "ValueError: attach: .* is sharded over a mesh of two dimensions.*: write fully_shard"),
         ("whole mesh", "ValueError: attach: replicate is one dimension of a mesh"),

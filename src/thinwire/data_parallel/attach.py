@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives import Ledger, Wire
 from thinwire.data_parallel.agreement import check_same_model, check_same_reducer
 from thinwire.data_parallel.ddp import trampoline_of
-from thinwire.data_parallel.fsdp import attach_fsdp, is_fsdp2, replicate_group, reshard
+from thinwire.data_parallel.fsdp import attach_fsdp, check_mesh, is_fsdp2, replicate_group, reshard
 from thinwire.data_parallel.inputs import InputWatch
 from thinwire.data_parallel.link import Link
 from thinwire.data_parallel.parameters import check_parameters, device_of, is_sharded, named_parameters, slots_of
+from thinwire.data_parallel.shards import attach_shards
 from thinwire.geometry import Observer
 from thinwire.reducers import Reducer
 from thinwire.reducers.reducer import check_reducer
@@ -34,16 +35,17 @@ def attach(
 ) -> Link:
     """Average the gradients of `model` through `reducer` from the next backward pass on.
 
-    `model` is a DistributedDataParallel model, compiled or not, or one that FSDP2 shards, of which each rank
-    averages its shards with the ranks along the mesh dimension `replicate`, after FSDP2 has reduced them over the
-    other; in a world of one rank any module will do, and nothing happens to its gradients. Collective: call it on
-    all ranks at the same point. `timeout` ends a collective that hangs (None: that of the process group); the
-    error names rank, op and slots. `ledger`: where bytes are counted (None: in one of the link's own).
+    `model` is a DistributedDataParallel model, compiled or not, or one that FSDP2 shards: then the reducer takes
+    the place of its reduce-scatter, or, with `replicate`, a dimension of its mesh, each rank averages what FSDP2
+    has reduced for its shards with the ranks along that dimension. In a world of one rank any module will do, and
+    nothing happens to its gradients. Collective: call it on all ranks at the same point. `timeout` ends a
+    collective that hangs (None: that of the process group); the error names rank, op and slots. `ledger`: where
+    bytes are counted (None: in one of the link's own).
 
-    Of an FSDP2 model all parameters must get gradients, FSDP2 waits for the mean of each module, and layer inputs
-    are not observed (no GIFT). Raises ValueError for a parameter that cannot be averaged, ranks with different
-    models or reducers, a model that has a link or another communication hook already, a sharded one without
-    `replicate`; TypeError for other kinds of models.
+    Of an FSDP2 model all parameters must get gradients, and FSDP2 waits for the mean of each module; with
+    `replicate` layer inputs are not observed (no GIFT). Raises ValueError for a parameter that cannot be
+    averaged, ranks with different models or reducers, a model that has a link or another communication hook
+    already, one sharded over a mesh of two dimensions; TypeError for other kinds of models.
     """
     check_reducer(reducer, "attach")
     called, model = model, getattr(model, "_orig_mod", model)
@@ -52,6 +54,9 @@ def attach(
             raise ValueError("attach: replicate is for sharded models; DDP averages over its process group")
         return _attach_ddp(model, reducer, timeout, ledger, called)
     reshard(model)
+    if is_fsdp2(model) and replicate is None:
+        check_mesh(model, "attach")
+        return attach_shards(called, model, reducer, timeout, ledger)
     if is_sharded(model):
         group = replicate_group(model, replicate, "attach")
         if not is_fsdp2(model):

@@ -82,16 +82,11 @@ def replicate_group(model: nn.Module, replicate: DeviceMesh | None, who: str) ->
             f"{_LINE}, of a mesh with both dimensions (over shards alone FSDP2 averages itself)"
         )
     along = group_along(replicate, who)
-    for name, group in _groups(model).items():
-        if "HSDP" in type(group.mesh_info).__name__:
-            raise ValueError(
-                f"{who}: {name or 'the model'} is sharded over a mesh of two dimensions, so FSDP2 averages "
-                f"over the replicas itself: write {_LINE}"
-            )
+    check_mesh(model, who)
     parameters = named_parameters(model)
     for name, parameter in parameters.items():
         if is_fsdp2(model) and parameter.requires_grad and not hasattr(parameter, "placements"):
-            raise _not_sharded(name)
+            raise not_sharded(name)
     ranks = set(dist.get_process_group_ranks(along))
     for shards in shard_groups(parameters.values()):
         if len(ranks.intersection(dist.get_process_group_ranks(shards))) > 1:
@@ -99,6 +94,16 @@ def replicate_group(model: nn.Module, replicate: DeviceMesh | None, who: str) ->
                 f"{who}: the ranks along replicate hold different shards of {type(model).__name__}: write {_LINE}"
             )
     return along
+
+
+def check_mesh(model: nn.Module, who: str) -> None:
+    """Raise ValueError with the line to write where FSDP2 averages over replicas itself."""
+    for name, group in param_groups_of(model).items():
+        if "HSDP" in type(group.mesh_info).__name__:
+            raise ValueError(
+                f"{who}: {name or 'the model'} is sharded over a mesh of two dimensions, so FSDP2 averages "
+                f"over the replicas itself: write {_LINE}"
+            )
 
 
 def attach_fsdp(
@@ -114,15 +119,15 @@ def attach_fsdp(
     names = {id(parameter): name for name, parameter in parameters.items()}
     shards = {
         module: {names[id(p.sharded_param)]: p for p in group.fsdp_params if p.sharded_param.requires_grad}
-        for module, group in _groups(model).items()
+        for module, group in param_groups_of(model).items()
     }
-    if any(group._all_reduce_hook is not None for group in _groups(model).values()):
+    if any(group._all_reduce_hook is not None for group in param_groups_of(model).values()):
         raise ValueError(
             "this model has an all-reduce hook already: detach the link that it has, or leave yours out"
         )
     trained, held = trained_parameters(parameters), {name for module in shards.values() for name in module}
     if plain := [name for name in trained if name not in held]:
-        raise _not_sharded(plain[0])
+        raise not_sharded(plain[0])
     slots = [
         Slot(name, (p.padded_sharded_param_size.numel(),), trained[name].dtype)
         for module in shards.values()
@@ -151,12 +156,27 @@ def attach_fsdp(
     return link
 
 
-class _Hooks:
-    """The all-reduce hooks of a model's modules."""
+class BackwardPasses:
+    """Opens a reduction at the first call of each backward pass."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._backward: int | None = None  # the backward pass of the open reduction
+
+    def link_of_this_pass(self) -> Link:
+        """The link, with the reduction of this backward pass open."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            self._link.begin()
+        return self._link
+
+
+class _Hooks:
+    """The all-reduce hooks of a model's modules."""
+
+    def __init__(self, link: Link) -> None:
+        self._passes = BackwardPasses(link)
 
     @torch.no_grad()
     def average(self, module: str, lengths: Mapping[str, int], flat: Tensor) -> None:
@@ -166,21 +186,18 @@ class _Hooks:
                 f"a parameter of {module} got no gradient in this backward pass, of {', '.join(lengths)}: which "
                 "one FSDP2 does not say; freeze it, or use it"
             )
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._backward = backward
-            self._link.begin()
+        link = self._passes.link_of_this_pass()
         started = time.perf_counter()
         named = dict(zip(lengths, flat.split(list(lengths.values()))))
-        self._link.reducer.all_reduce(named).wait()
-        self._link.expose(since=started)
+        link.reducer.all_reduce(named).wait()
+        link.expose(since=started)
 
 
-def _not_sharded(name: str) -> ValueError:
+def not_sharded(name: str) -> ValueError:
     return ValueError(f"{name!r} is not sharded by FSDP2: call fully_shard on the root module too")
 
 
-def _groups(model: nn.Module) -> dict[str, Any]:
+def param_groups_of(model: nn.Module) -> dict[str, Any]:
     """FSDP2's own record of the parameters of each module that has some, by the module's name."""
     found = {}
     for name, module in model.named_modules():

@@ -51,6 +51,8 @@ class Place:
     world_size: int
     device: torch.device
     round_trip: RoundTrip
+    shares_rows: bool = False
+    """Whether each rank gets the means of some rows alone, as under FSDP2: then rows cannot be mixed."""
 
 
 class BoundGeometry(Protocol):

@@ -44,7 +44,7 @@ class GIFT:
     """Whitened coordinates of rank `rank` plus diagonal.
 
     Per refresh the owner of a matrix of n columns sends 4 ((rank + 1) n + rank + 1) bytes and a few to each
-    other rank (all_gather), once more with n rows for `sides="both"`; with `statistics_of="ranks"` every rank
+    other rank (all_gather), once more with n rows for both sides; with `statistics_of="ranks"` every rank
     first sends it the smaller of 2 n (n + 1) and 4 n (2 rank + 17) bytes (all_to_all). Each change of coordinates
     costs 4 rows n rank floating-point operations on every rank.
     """
@@ -59,9 +59,10 @@ class GIFT:
     statistics_of: Literal["owner", "ranks"] = "owner"
     """Whose data: "owner" that of the matrix's owner, which costs nothing on the wire; "ranks" the mean over all
     ranks."""
-    sides: Literal["right", "both"] = "both"
+    sides: Literal["auto", "right", "both"] = "auto"
     """"right" changes the coordinates of each row; "both" also those of each column, by the second moment of the
-    gradient's columns: for whole matrices only, not for shards of rows."""
+    gradient's columns: for whole matrices only, not for shards of rows. "auto": "right" of a model that FSDP2
+    shards, else "both"."""
     refresh_every: int = 50
     """Reductions between refreshes."""
     decay: float = 0.5
@@ -81,7 +82,7 @@ class GIFT:
             ("power", _within(self.power, 0, 1) and self.power > 0, "a number above 0 and up to 1"),
             ("statistic", self.statistic in ("gradient", "input"), "'gradient' or 'input'"),
             ("statistics_of", self.statistics_of in ("owner", "ranks"), "'owner' or 'ranks'"),
-            ("sides", self.sides in ("right", "both"), "'right' or 'both'"),
+            ("sides", self.sides in ("auto", "right", "both"), "'auto', 'right' or 'both'"),
             ("refresh_every", _whole(self.refresh_every, 1), "a whole number of at least 1"),
             ("decay", _within(self.decay, 0, 1) and self.decay < 1, "a number from 0 and below 1"),
             ("damping", damping is None or _within(damping, 1e-4, 1e4), "None or a number from 1e-4 to 1e4"),
@@ -103,6 +104,8 @@ class GIFT:
                     raise ValueError(
                         f"GIFT select: no matrix is called {pattern!r}; there are {', '.join(shapes)}"
                     )
+        if self.sides == "both" and place.shares_rows:
+            raise ValueError("GIFT sides='both' mixes the rows of a matrix, which FSDP2 shards: leave sides out")
         return BoundGIFT(self, self._selected(shapes), place)
 
     def refresh_bytes(self, shapes: Shapes, world_size: int) -> int:
@@ -136,8 +139,9 @@ class BoundGIFT:
     def __init__(self, config: GIFT, shapes: Shapes, place: Place) -> None:
         self._config = config
         self._place = place
+        self._sides = config.sides if config.sides != "auto" else "right" if place.shares_rows else "both"
         self._lengths = {
-            name: (columns, rows) if config.sides == "both" else (columns,)
+            name: (columns, rows) if self._sides == "both" else (columns,)
             for name, (rows, columns) in shapes.items()
         }
         sizes = {name: self._size(name) for name in shapes}
@@ -162,11 +166,11 @@ class BoundGIFT:
     @property
     def description(self) -> str:
         config = self._config
-        return f"GIFT(rank={config.rank}, power={float(config.power)}, sides={config.sides!r})"
+        return f"GIFT(rank={config.rank}, power={float(config.power)}, sides={self._sides!r})"
 
     @property
     def mixes_rows(self) -> bool:
-        return self._config.sides == "both"
+        return self._sides == "both"
 
     @property
     def coordinates(self) -> Mapping[str, MatrixCoordinates]:

@@ -110,7 +110,8 @@ class Quantized:
         coordinates = None
         if self.geometry is not None:
             measured = partial(round_trip, for_another_thread(format))  # the worker encodes meanwhile
-            place = Place(wire.rank, wire.world_size, wire.device, measured)
+            shares_rows = any(slot.unit is not None for slot in slots)
+            place = Place(wire.rank, wire.world_size, wire.device, measured, shares_rows)
             coordinates = Coordinates(self.geometry.bind(matrix_shapes(slots), place), slots)
         if wire.world_size == 1:
             return BoundAlone(slots, wire.device, memory=memory_of(self.feedback), coordinates=coordinates)
