@@ -317,7 +317,7 @@ def test_detach_gives_fsdp2_its_own_back(found: list[dict[str, Any]]) -> None:
         ("second", "ValueError: this model has a link already: call its detach"),
         (
             "unused",
-            "ValueError: a parameter of the root module got no gradient.* set_reduce_scatter_unused_params",
+            "ValueError: a parameter of the root module got no gradient.*set_reduce_scatter_unused_params",
         ),
         ("unused, as zeros", "nothing"),
         ("part", r"ValueError: 'gate' is not sharded by FSDP2: call fully_shard on the root module too"),
