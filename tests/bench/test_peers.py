@@ -13,7 +13,7 @@ import torch
 from tests.support.ranks import run_ranks
 from thinwire.bench import peers
 
-BIT_FOR_BIT = {("diloco", "torchft"), ("streaming-diloco", "torchft")}
+BIT_FOR_BIT = {("diloco", "torchft"), ("streaming-diloco", "torchft"), ("pier", "thinwire, offload")}
 ROUNDING = 1e-6
 
 

@@ -2,7 +2,8 @@
 
 Each library trains the same model on the same data, one after the other in processes of their own: the seconds of
 a round beyond its steps, the memory beyond that of training alone, and how far its weights end from thinwire's.
-What is not installed is left out; `pip install accelerate torchft` gets both.
+Pier, which no other has, stands beside itself with its two ways to save memory. What is not installed is left
+out; `pip install accelerate torchft` gets both.
 """
 
 from __future__ import annotations
@@ -143,17 +144,18 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as aligned text."""
-    lines = [f"{'method':17} {'library':11} {'s/round':>8} {'beyond steps':>12} {'memory':>9} {'difference':>10}"]
+    lines = [f"{'method':17} {'library':17} {'s/round':>8} {'beyond steps':>12} {'memory':>9} {'difference':>10}"]
     for row in rows:
         lines.append(
-            f"{row.method:17} {row.library:11} {row.round_seconds:8.3f} {row.seconds_beyond_steps:12.3f} "
+            f"{row.method:17} {row.library:17} {row.round_seconds:8.3f} {row.seconds_beyond_steps:12.3f} "
             f"{row.memory_bytes / 1e6:6.0f} MB {row.difference:10.1e}"
         )
     return "\n".join(lines)
 
 
 def _installed(library: str) -> bool:
-    return library in (OWN, "torch") or find_spec(library) is not None
+    name = library.partition(",")[0]
+    return name in (OWN, "torch") or find_spec(name) is not None
 
 
 def _run(job: Job, ranks: int) -> Trained:
@@ -345,6 +347,11 @@ def _streaming(job: Job) -> Method:
     )
 
 
+def _pier(**options: Any) -> Callable[[Job], Method]:
+    """All ranks in one group, which may share anchors and outer momentum."""
+    return lambda job: tw.Pier(every=job.every, groups=1, **options)
+
+
 LOOPS: Mapping[tuple[str, str], Callable[[nn.Module, Optimizer, Job], AbstractContextManager[Loop]]] = {
     ("local-sgd", OWN): partial(_thinwire, _local_sgd),
     ("local-sgd", "torch"): _periodic_averager,
@@ -356,6 +363,9 @@ LOOPS: Mapping[tuple[str, str], Callable[[nn.Module, Optimizer, Job], AbstractCo
     ("diloco", "torchft"): partial(_torchft, 1),
     ("streaming-diloco", OWN): partial(_thinwire, _streaming),
     ("streaming-diloco", "torchft"): partial(_torchft, FRAGMENTS),
+    ("pier", OWN): partial(_thinwire, _pier()),
+    ("pier", f"{OWN}, offload"): partial(_thinwire, _pier(offload=True)),
+    ("pier", f"{OWN}, shared"): partial(_thinwire, _pier(shard_reference=True)),
 }
 METHODS = tuple(dict.fromkeys(method for method, _ in LOOPS))
 
