@@ -37,7 +37,7 @@ local updates something in flight, two phases."""
 OTHERS = [name for name in tw.recipes.names() if name not in ONE_OF_EACH]
 
 
-def _job(tmp_path: Path, recipe: str, accumulation: int) -> TrainConfig:
+def _job(tmp_path: Path, recipe: str, accumulation: int, **settings: Any) -> TrainConfig:
     """Sixty steps that cross an epoch after about forty, of a model with dropout; a checkpoint every five."""
     import transformers
 
@@ -58,6 +58,7 @@ def _job(tmp_path: Path, recipe: str, accumulation: int) -> TrainConfig:
         verify_every=20,
         model_name=str(model),
         model_random_weights=True,
+        **settings,
     )
 
 
@@ -77,8 +78,8 @@ def _train_and_die(config: TrainConfig, out: Path, step: int) -> None:
     run_job(config, out)
 
 
-def _check(tmp_path: Path, recipe: str, world_size: int, accumulation: int) -> None:
-    config = _job(tmp_path, recipe, accumulation)
+def _check(tmp_path: Path, recipe: str, world_size: int, accumulation: int, **settings: Any) -> None:
+    config = _job(tmp_path, recipe, accumulation, **settings)
     epoch = build_data(config.data, seed=config.seed)[0].num_sequences // config.batch_size
     assert 30 < epoch < config.steps - 5
     chance = random.Random(f"{recipe} {world_size} {accumulation}")
@@ -99,6 +100,11 @@ def _check(tmp_path: Path, recipe: str, world_size: int, accumulation: int) -> N
         assert after["param_hash"] == straight[0]["param_hash"]
     losses = [[(line["step"], line["loss"]) for line in lines(tmp_path / run)] for run in ("straight", "out")]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow  # four runs
+def test_a_model_in_shards_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    _check(tmp_path, "gift-nvfp4", world_size=2, accumulation=2, parallel="fsdp")
 
 
 @pytest.mark.parametrize("recipe", [*ONE_OF_EACH, *(pytest.param(r, marks=FULL) for r in OTHERS)])

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal, cast
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -40,14 +40,14 @@ class Hooked:
         raise RuntimeError("a gradient is not finite, and torch's hooks cannot undo what they keep")
 
 
-def _fp16(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer], config: TrainConfig) -> Averaging:
+def _fp16(ddp: nn.Module, optimizers: Sequence[Optimizer], config: TrainConfig) -> Averaging:
+    assert isinstance(ddp, DistributedDataParallel)
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     return Averaging(cast(tw.Link, Hooked()))
 
 
-def _powersgd(
-    ddp: DistributedDataParallel, optimizers: Sequence[Optimizer], config: TrainConfig, rank: int = 4
-) -> Averaging:
+def _powersgd(ddp: nn.Module, optimizers: Sequence[Optimizer], config: TrainConfig, rank: int = 4) -> Averaging:
+    assert isinstance(ddp, DistributedDataParallel)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     # It starts collectives in callbacks: those of two buckets would mix differently on each rank.
     ddp.register_comm_hook(state, lambda state, bucket: _waited(powerSGD_hook.powerSGD_hook(state, bucket)))

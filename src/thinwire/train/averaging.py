@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from torch.optim import Optimizer
 
 import thinwire as tw
@@ -65,25 +65,25 @@ class Averaging:
         return own + (getattr(self.sync, name) if self.sync is not None else 0.0)
 
 
-Attach: TypeAlias = Callable[[DistributedDataParallel, Sequence[Optimizer], TrainConfig], Averaging]
+Attach: TypeAlias = Callable[[nn.Module, Sequence[Optimizer], TrainConfig], Averaging]
 
 
-def attach_recipe(ddp: DistributedDataParallel, optimizers: Sequence[Optimizer], config: TrainConfig) -> Averaging:
+def attach_recipe(wrapped: nn.Module, optimizers: Sequence[Optimizer], config: TrainConfig) -> Averaging:
     """Average as the configuration says."""
     recipe = tw.recipes.get(config.recipe)
     timeout = timedelta(seconds=config.timeout)
     method = method_of(config)
     if method is not None:
-        return average_now_and_then(method, ddp, optimizers, config)
+        return average_now_and_then(method, wrapped, optimizers, config)
     assert recipe.reducer is not None
-    link = tw.attach(ddp, recipe.reducer, timeout=timeout)
+    link = tw.attach(wrapped, recipe.reducer, timeout=timeout)
     if config.verify_every:
         link.verify(every=config.verify_every)
     return Averaging(link)
 
 
 def average_now_and_then(
-    method: Method, ddp: DistributedDataParallel, optimizers: Sequence[Optimizer], config: TrainConfig
+    method: Method, ddp: nn.Module, optimizers: Sequence[Optimizer], config: TrainConfig
 ) -> Averaging:
     """Average by local updates."""
     timeout = timedelta(seconds=config.timeout)

@@ -113,6 +113,8 @@ class TrainConfig:
     """Sequences per optimizer step over all workers together: another world size is the same training."""
     accumulation: int = 1
     """Micro-batches that a worker cuts its share of a step's sequences into."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: every worker holds the model. fsdp: weights, gradients and optimizer are in shards (FSDP2)."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: run forward and backward under autocast; weights, gradients and optimizer stay float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -209,7 +211,9 @@ def _check_names(config: TrainConfig, world_size: int) -> None:
 
     if config.recipe not in recipes.names():
         raise ConfigError(f"recipe: no recipe is called {config.recipe!r}; there are {', '.join(recipes.names())}")
-    method_of(config)  # refuses settings that do not fit
+    method = method_of(config)  # refuses settings that do not fit
+    if method is not None and config.parallel != "ddp":
+        raise ConfigError(f"parallel: recipe {config.recipe} averages weights of whole models: use ddp")
     groups = config.local_update.groups
     if groups is not None and world_size % groups:
         raise ConfigError(f"local_update.groups: {world_size} workers cannot be cut into {groups} equal groups")

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from thinwire.data_parallel.fsdp import reshard
 from thinwire.local_update import LocalUpdate
 from thinwire.train import files, metrics
 from thinwire.train.arguments import to_table, to_toml
@@ -34,6 +35,7 @@ from thinwire.train.checkpoint.state import TrainState
 from thinwire.train.config import TrainConfig
 from thinwire.train.optimizer import gradient_norm, learning_rate, set_learning_rate, set_settings, settings
 from thinwire.train.output import CONFIG, resuming
+from thinwire.train.parallel import accumulating, is_in_shards
 from thinwire.train.progress import Progress
 from thinwire.train.run import Run, assemble, count_targets, fetch, summed_loss
 from thinwire.train.snapshots import Savers
@@ -182,9 +184,9 @@ def training_step(run: Run, progress: Progress, stop: Callable[[], bool]) -> Ste
     loss_sum = torch.zeros((), dtype=torch.float64, device=run.device)
     for n, batch in enumerate(batches):
         # The forward belongs under no_sync too: DDP prepares the reduction there.
-        with nullcontext() if n == len(batches) - 1 else run.ddp.no_sync():
+        with nullcontext() if n == len(batches) - 1 else accumulating(run.wrapped):
             with run.autocast():
-                loss = summed_loss(run.ddp, batch)
+                loss = summed_loss(run.wrapped, batch)
             (loss * scale).backward()
         loss_sum += loss.detach()
     norm = gradient_norm(run.model.parameters(), config.optimizer.clip)
@@ -195,7 +197,7 @@ def training_step(run: Run, progress: Progress, stop: Callable[[], bool]) -> Ste
     else:
         for optimizer in run.optimizers:
             optimizer.step()
-    run.ddp.zero_grad(set_to_none=True)
+    run.wrapped.zero_grad(set_to_none=True)
     if run.sync is not None:
         _end_of_own_step(run, run.sync, progress, step)
     return step
@@ -226,19 +228,27 @@ def _mean_loss(run: Run, progress: Progress, step: Step) -> float:
 
 def validate(run: Run) -> float:
     """The mean loss of the validation samples in nats per byte of text, each rank taking its share."""
-    own = list(range(run.validation_data.num_sequences))[run.rank :: run.world_size]
+    count = run.validation_data.num_sequences
+    own = list(range(count))[run.rank :: run.world_size]
+    most = (
+        -(-count // run.world_size) if is_in_shards(run.wrapped) else len(own)
+    )  # all ranks take part in each pass
     at_once = max(1, run.config.batch_size // (run.world_size * run.config.accumulation))
     loss_sum, targets = 0.0, 0
     run.model.eval()
     agreed = run.sync.agreed() if run.sync is not None else nullcontext()
     with agreed, torch.no_grad(), run.autocast():
-        for start in range(0, len(own), at_once):
-            batch = fetch(run.validation_data, own[start : start + at_once], run.device)
-            loss_sum += float(summed_loss(run.model, batch))
-            targets += count_targets(batch)
+        for start in range(0, most, at_once):
+            ids = own[start : start + at_once]
+            batch = fetch(run.validation_data, ids or [0], run.device)
+            loss = float(summed_loss(run.model, batch))
+            if ids:
+                loss_sum += loss
+                targets += count_targets(batch)
     run.model.train()
-    loss, count = run.agree([loss_sum, targets])
-    return loss / max(1.0, count) / run.validation_data.bytes_per_token
+    reshard(run.model)
+    total, among = run.agree([loss_sum, targets])
+    return total / max(1.0, among) / run.validation_data.bytes_per_token
 
 
 def _count(run: Run, progress: Progress, step: Step) -> None:

@@ -25,6 +25,7 @@ from thinwire.geometry import Fidelity
 from thinwire.streams import Lasting
 from thinwire.train import files
 from thinwire.train.config import LoggingConfig
+from thinwire.train.parallel import whole
 
 logger = logging.getLogger(__name__)
 
@@ -161,10 +162,10 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def parameter_hash(model: nn.Module) -> str:
-    """sha256 over the bytes of all parameters in the order of their names."""
+    """sha256 over the bytes of all parameters in the order of their names; a collective call for one in shards."""
     digest = hashlib.sha256()
     for _, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().cpu().contiguous().reshape(-1)
+        flat = whole(parameter.detach()).cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.train.config import OptimizerConfig, TrainConfig
+from thinwire.train.parallel import whole
 
 
 def build_optimizers(model: nn.Module, config: OptimizerConfig) -> tuple[Optimizer, ...]:
@@ -93,7 +94,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], clip: float) -> float:
     """
     with_gradient = [p for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None])
-    value = float(norm)
+    value = float(whole(norm))
     if clip > 0 and math.isfinite(value):
         torch.nn.utils.clip_grads_with_norm_(with_gradient, clip, norm)
     return value

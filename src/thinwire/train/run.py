@@ -1,6 +1,6 @@
 """Everything that a training loop works on, put together in the one order that is correct.
 
-    data -> model -> the ranks agree -> DDP -> one throw-away forward and backward -> tw.attach -> optimizers
+    data -> model -> the ranks agree -> DDP or FSDP2 -> one throw-away step -> tw.attach -> optimizers
 
 The throw-away step lets DDP rebuild its buckets, so that a resumed run reduces in the same order as an
 uninterrupted one: random state is restored, gradients are dropped, no counter moves. After `attach` nothing
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import thinwire as tw
@@ -32,6 +31,7 @@ from thinwire.train.data.sampler import GlobalSampler
 from thinwire.train.data.samples import IGNORED, Batch, TokenData, build_data
 from thinwire.train.model import Vocabulary, build_model, identity
 from thinwire.train.optimizer import build_optimizers
+from thinwire.train.parallel import spread
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Run:
     validation_data: TokenData
     sampler: GlobalSampler
     model: nn.Module  # the bare model
-    ddp: DistributedDataParallel
+    wrapped: nn.Module  # what a step calls: the model in DDP, or itself in shards
     averaging: Averaging
     optimizers: tuple[Optimizer, ...]
     identity: dict[str, Any]  # of the run, for its checkpoints
@@ -116,13 +116,8 @@ def assemble(config: TrainConfig, device: torch.device, attach: Attach = attach_
     model.to(device)
     torch.manual_seed(config.seed * 1_000_003 + rank)  # dropout differs between ranks, as samples do
     random.seed(config.seed * 1_000_003 + rank)
-    ddp = DistributedDataParallel(
-        model,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        forward_sync_buffers=False,  # a language model's buffers are constants
-        find_unused_parameters=config.model.find_unused_parameters,
-    )
-    throw_away_step(ddp, device, find_unused=config.model.find_unused_parameters)
+    wrapped = spread(model, config, device)
+    throw_away_step(wrapped, device, find_unused=config.model.find_unused_parameters)
     optimizer = optimizer_of(config)
     optimizers = build_optimizers(model, optimizer)
     return Run(
@@ -134,8 +129,8 @@ def assemble(config: TrainConfig, device: torch.device, attach: Attach = attach_
         validation_data=validation_data,
         sampler=GlobalSampler(train_data.num_sequences, config.seed),
         model=model,
-        ddp=ddp,
-        averaging=attach(ddp, optimizers, config),
+        wrapped=wrapped,
+        averaging=attach(wrapped, optimizers, config),
         optimizers=optimizers,
         identity={
             "recipe": config.recipe,
@@ -153,19 +148,20 @@ def assemble(config: TrainConfig, device: torch.device, attach: Attach = attach_
     )
 
 
-def throw_away_step(ddp: DistributedDataParallel, device: torch.device, *, find_unused: bool) -> None:
+def throw_away_step(wrapped: nn.Module, device: torch.device, *, find_unused: bool) -> None:
     """One forward and backward whose only trace is that DDP's buckets are final at the next forward."""
     state, python_state = torch.get_rng_state(), random.getstate()
     cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     ids = torch.zeros(1, 8, dtype=torch.int64, device=device)
-    summed_loss(ddp, Batch(ids, None, ids, ids[:, 0])).backward()
-    without = [n for n, p in ddp.module.named_parameters() if p.requires_grad and p.grad is None]
+    summed_loss(wrapped, Batch(ids, None, ids, ids[:, 0])).backward()
+    named = wrapped.named_parameters()
+    without = [n.removeprefix("module.") for n, p in named if p.requires_grad and p.grad is None]
     if without and not find_unused:
         raise ConfigError(
             f"model.find_unused_parameters: {len(without)} parameters of this model get no gradient, "
             f"{without[0]!r} for one; set it to true"
         )
-    ddp.zero_grad(set_to_none=True)
+    wrapped.zero_grad(set_to_none=True)
     torch.set_rng_state(state)
     random.setstate(python_state)
     if cuda_state is not None:
