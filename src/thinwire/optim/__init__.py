@@ -1,5 +1,8 @@
 """Optimizers whose update is itself communication-aware."""
 
 from thinwire.optim.groups import ParamGroups, param_groups
+from thinwire.optim.muon import Muon
+from thinwire.optim.polar import orthonormalize
+from thinwire.optim.rest import AdamW, Lion
 
-__all__ = ["ParamGroups", "param_groups"]
+__all__ = ["AdamW", "Lion", "Muon", "ParamGroups", "orthonormalize", "param_groups"]
