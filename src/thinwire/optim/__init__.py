@@ -2,7 +2,8 @@
 
 from thinwire.optim.groups import ParamGroups, param_groups
 from thinwire.optim.muon import Muon
+from thinwire.optim.normuon import NorMuon
 from thinwire.optim.polar import orthonormalize
 from thinwire.optim.rest import AdamW, Lion
 
-__all__ = ["AdamW", "Lion", "Muon", "ParamGroups", "orthonormalize", "param_groups"]
+__all__ = ["AdamW", "Lion", "Muon", "NorMuon", "ParamGroups", "orthonormalize", "param_groups"]
