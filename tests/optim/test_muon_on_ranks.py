@@ -121,7 +121,13 @@ def refusals() -> dict[str, str]:
         model = nn.ModuleList(nn.Linear(3, 3) for _ in range(1 + rank))
         muon(model)
 
+    def apart() -> None:  # as inside tw.local_update
+        model = Small()
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        train(model, muon(model, replicate=alone), range(1))
+
     return {
+        "alone": message(apart),
         "twice": message(twice),
         "never": message(never),
         "shapes": message(lambda: muon(nn.Linear(3 + rank, 3))),
@@ -133,6 +139,7 @@ def refusals() -> dict[str, str]:
 def test_gradients_averaged_twice_or_never_and_unlike_ranks_are_refused() -> None:
     first, second = run_ranks(refusals, 2)
     for found in (first, second):
+        assert found["alone"] == "nothing"
         assert "the gradients of all ranks are equal before they were averaged" in found["twice"]
         assert "the gradients of the ranks differ: give reducer=tw.Dense()" in found["never"]
         assert "ranks optimize different numbers of parameters: [2, 4], by rank" in found["number"]

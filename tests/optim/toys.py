@@ -71,10 +71,12 @@ def plain(model: nn.Module) -> dict[str, list[Any]]:
 
 def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
     """The largest difference of any element."""
-    pairs = [
-        (torch.as_tensor(a[name]).detach().double(), torch.as_tensor(b[name]).detach().double()) for name in a
-    ]
+    pairs = [(_wide(a[name]), _wide(b[name])) for name in a]
     return max(float((x - y).abs().max()) for x, y in pairs if x.numel())
+
+
+def _wide(values: Tensor | list[Any]) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float64).detach()
 
 
 def bits(model: nn.Module) -> str:

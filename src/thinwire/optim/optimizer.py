@@ -7,6 +7,7 @@ the rest move.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -100,6 +101,8 @@ class MatrixOptimizer(Optimizer):
         for name, blocks in self._blocks.items():
             blocks.check(name, named[name].shape)
         self._replicas = Replicas(self._who, {n: p for n, p in named.items() if p.numel()}, replicate, timeout)
+        # For an optimizer that is dropped without close().
+        weakref.finalize(self, self._replicas.wire.release).atexit = False
         self._make_state()
         self._reducer: BoundReducer | None = None
         if reducer is not None:
