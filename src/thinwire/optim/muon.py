@@ -95,7 +95,7 @@ class Muon(MatrixOptimizer):
     averaged already, by DDP or `tw.attach`. Which of both is checked in the first step.
 
     Sends per step and rank: what `reducer` sends of the gradients, (W-1)/W x 2 bytes per element of the matrices
-    (of `dtype`), a byte of control traffic per parameter with a reducer. Holds 4 bytes per element of the
+    (of `dtype`), a byte of control traffic per parameter. Holds 4 bytes per element of the
     matrices. Collective to make and to step. Raises TypeError or ValueError for parameters that it cannot
     move, by name.
     """

@@ -132,10 +132,8 @@ class MatrixOptimizer(Optimizer):
         named = self._named()
         self._check_gradients(named)
         self._replicas.compare_gradients(averaged_here=self._reducer is not None)
-        if self._reducer is None:
-            used = {name for name, p in named.items() if p.grad is not None and p.numel()}
-        else:
-            used = self._replicas.have_gradients()
+        used = self._replicas.have_gradients()
+        if self._reducer is not None:
             self._reducer.begin()
         matrices = [matrix for matrix in self._matrices() if matrix.name in used]
         others = [matrix for matrix in matrices if self._rule.slots(matrix)]
