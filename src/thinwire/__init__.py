@@ -1,6 +1,6 @@
 """Communication-efficient distributed training for PyTorch."""
 
-from thinwire import recipes
+from thinwire import optim, recipes
 from thinwire.collectives import CollectiveError
 from thinwire.data_parallel import Link, attach
 from thinwire.geometry import GIFT, Hadamard
@@ -36,5 +36,6 @@ __all__ = [
     "StreamingDiLoCo",
     "attach",
     "local_update",
+    "optim",
     "recipes",
 ]

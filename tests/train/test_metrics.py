@@ -122,3 +122,8 @@ def test_compression_is_told_against_plain_ddp_in_float32_and_in_the_jobs_own_dt
     text = "1.50 MB/step, 4.00x less than DDP float32, 2.00x less than DDP bfloat16"
     assert baseline.compared(1.5e6) == text
     assert Baseline.of(10**6, 1, "float32").compared(0) == "0.00 MB/step"
+
+
+def test_gradients_of_shards_are_compared_with_a_reduce_scatter() -> None:
+    baseline = Baseline.of(10**6, 4, "float32", "fsdp")
+    assert baseline.compared(1.5e6) == "1.50 MB/step, 2.00x less than FSDP2 float32"

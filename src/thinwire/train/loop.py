@@ -316,7 +316,7 @@ def _open_log(run: Run, out: Path, progress: Progress) -> metrics.RunLog | None:
     if run.rank != 0:
         return None
     config = run.config
-    baseline = metrics.Baseline.of(run.parameters, run.world_size, config.precision)
+    baseline = metrics.Baseline.of(run.parameters, run.world_size, config.precision, config.parallel)
     out.mkdir(parents=True, exist_ok=True)
     files.replace(out / CONFIG, to_toml(replace(config, out=None, resume=False)))  # first: --resume relies on it
     log = metrics.RunLog(out, config.logging, baseline, first_step=progress.step, steps=config.steps)

@@ -52,24 +52,28 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What plain DDP would send per rank and step, to compare with."""
+    """What plain DDP or FSDP2 would send of gradients per rank and step, to compare with."""
 
     float32_bytes: float
     own_dtype: str  # bfloat16 under autocast, as if DDP had its bf16_compress_hook
+    of_whom: str  # DDP, FSDP2
 
     @staticmethod
-    def of(parameters: int, world_size: int, precision: str) -> Baseline:
-        """A ring all-reduce sends 2 (W-1)/W elements for each parameter."""
-        return Baseline(4 * 2 * (world_size - 1) / world_size * parameters, precision)
+    def of(parameters: int, world_size: int, precision: str, parallel: str = "ddp") -> Baseline:
+        """A reduce-scatter sends (W-1)/W elements for each parameter, a ring all-reduce twice as many."""
+        scattered = 4 * (world_size - 1) / world_size * parameters
+        if parallel == "fsdp":
+            return Baseline(scattered, precision, "FSDP2")
+        return Baseline(2 * scattered, precision, "DDP")
 
     def compared(self, sent_bytes: float) -> str:
-        """ "0.83 MB/step, 3.97x less than DDP" """
+        """ "0.83 MB/step, 3.97x less than DDP float32" """
         if not sent_bytes or not self.float32_bytes:
             return f"{_megabytes(sent_bytes)}/step"
-        text = f"{_megabytes(sent_bytes)}/step, {self.float32_bytes / sent_bytes:.2f}x less than DDP float32"
+        less = f"{self.float32_bytes / sent_bytes:.2f}x less than {self.of_whom} float32"
         if self.own_dtype != "float32":
-            text += f", {self.float32_bytes / 2 / sent_bytes:.2f}x less than DDP {self.own_dtype}"
-        return text
+            less += f", {self.float32_bytes / 2 / sent_bytes:.2f}x less than {self.of_whom} {self.own_dtype}"
+        return f"{_megabytes(sent_bytes)}/step, {less}"
 
 
 class RunLog:

@@ -102,6 +102,7 @@ class Progress:
         self.sent_bytes = [round(count) for count in self.sent_bytes]
         self.between_groups_bytes = [round(count) for count in self.between_groups_bytes]
         self.wall_seconds += rows[0][-1]
-        per_step = Baseline.of(run.parameters, run.world_size, run.config.precision).float32_bytes
+        config = run.config
+        per_step = Baseline.of(run.parameters, run.world_size, config.precision, config.parallel).float32_bytes
         self.ddp_bytes += per_step * (self.step - self._measured)
         self._before, self._since, self._measured = totals, now, self.step
