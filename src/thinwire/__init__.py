@@ -14,7 +14,7 @@ from thinwire.local_update import (
     StreamingDiLoCo,
     local_update,
 )
-from thinwire.reducers import After, Dense, Local, LoCo, Quantized, Routed
+from thinwire.reducers import After, Dense, Local, LoCo, LowRank, Quantized, Routed
 
 __all__ = [
     "GIFT",
@@ -27,6 +27,7 @@ __all__ = [
     "LoCo",
     "Local",
     "LocalSGD",
+    "LowRank",
     "MuLoCo",
     "Pier",
     "PostLocalSGD",

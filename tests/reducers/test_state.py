@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 from thinwire.collectives import CHUNK, Slot, Wire
 from thinwire.formats import NVFP4
 from thinwire.geometry import GIFT, Hadamard
-from thinwire.reducers import After, BoundReducer, Dense, Local, Quantized, Reducer, Routed
+from thinwire.reducers import After, BoundReducer, Dense, Local, LowRank, Quantized, Reducer, Routed
 
 REDUCERS: tuple[Reducer, ...] = (
     Dense(),
@@ -33,6 +33,8 @@ REDUCERS: tuple[Reducer, ...] = (
     Routed(Quantized("int4", feedback="error", geometry=GIFT(rank=4, sides="both", refresh_every=2))),
     Quantized("int4_span", feedback="error", geometry=Hadamard(32)),
     Quantized(NVFP4(rounding="stochastic")),
+    LowRank(2),
+    Routed(LowRank(2, factors=Quantized("fp8_e4m3"), warm_start=False)),
 )
 
 

@@ -30,9 +30,10 @@ SAME = ("param_hash", "val_loss", "final_train_loss", "tokens", "skipped_steps",
 
 
 FULL = pytest.mark.full
-ONE_OF_EACH = ["ddp", "fp8", "nvfp4", "int4-loco", "int4-hadamard", "gift-fp8", "streaming-diloco", "pier-fp8"]
-"""What differs in a state: nothing kept, no error memory, error memory, fixed coordinates, fitted ones; under
-local updates something in flight, two phases."""
+ONE_OF_EACH = ["ddp", "fp8", "nvfp4", "int4-loco", "int4-hadamard", "powersgd-fp8", "gift-fp8"]
+ONE_OF_EACH += ["streaming-diloco", "pier-fp8"]
+"""What differs in a state: nothing kept, no error memory, error memory, fixed coordinates, factors, fitted
+coordinates; under local updates something in flight, two phases."""
 
 OTHERS = [name for name in tw.recipes.names() if name not in ONE_OF_EACH]
 

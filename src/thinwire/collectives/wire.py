@@ -59,6 +59,7 @@ class Wire:
             self.rank, self.world_size = dist.get_rank(group), len(self.ranks)
             self._timeout = timeout or _group_timeout(group, self.device)
         self._pipeline = Pipeline(self.device, self._fail)
+        self._seconds: list[Wire] = []
         if self.world_size > 1 and CONTROL not in self._phases:
             assert group is not None
             self._phases[CONTROL] = self._new_group(CONTROL, group)
@@ -76,12 +77,19 @@ class Wire:
         part = copy.copy(self)
         if own_worker:
             part._pipeline = Pipeline(self.device, part._fail)
-        part.scope, part._phases = scope, {}
+        part.scope, part._phases, part._seconds = scope, {}, []
         part.ranks = [self.ranks[member] for member in members]
         part.rank, part.world_size = members.index(self.rank), len(members)
         if self.world_size > 1:
             part._phases[CONTROL] = part._new_group(CONTROL, self._phases[CONTROL])
         return part
+
+    def second(self) -> Wire:
+        """A wire of the same ranks with a worker and process groups of its own, for collectives that begin when
+        others are done. It is closed with this one, whose seconds include its own. Collective."""
+        second = self.part(range(self.world_size), self.scope, own_worker=True)
+        self._seconds.append(second)
+        return second
 
     def _new_group(self, name: str, known: dist.ProcessGroup) -> dist.ProcessGroup:
         """A process group of this wire's ranks, made by all ranks of a group that is known, each for its wire.
@@ -108,12 +116,12 @@ class Wire:
     @property
     def busy_seconds(self) -> float:
         """Seconds the worker spent computing (encode, decode, copy), waits excluded."""
-        return self._pipeline.busy_seconds
+        return self._pipeline.busy_seconds + sum(second.busy_seconds for second in self._seconds)
 
     @property
     def sending_seconds(self) -> float:
         """Seconds in which a collective of the worker was under way."""
-        return self._pipeline.sending_seconds
+        return self._pipeline.sending_seconds + sum(second.sending_seconds for second in self._seconds)
 
     @property
     def error(self) -> Exception | None:
@@ -194,10 +202,14 @@ class Wire:
     def close(self) -> None:
         """End the worker. The process groups live on, as torch's do, until destroy_process_group."""
         self._pipeline.close()
+        for second in self._seconds:
+            second.close()
 
     def release(self) -> None:
         """Let the worker end when it is idle, without waiting for it."""
         self._pipeline.release()
+        for second in self._seconds:
+            second.release()
 
     def _record(self, op: str, phase: str, payload: int, sent: int) -> None:
         self.ledger.record(op, phase=phase, scope=self.scope, payload_bytes=payload, sent_bytes=sent)

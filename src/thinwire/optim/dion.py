@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Slot
-from thinwire.optim.basis import Algorithm, check_algorithm, orthonormal_basis
 from thinwire.optim.muon import move
 from thinwire.optim.optimizer import Average, Matrix, MatrixOptimizer
 from thinwire.optim.replicas import Replicas, Replicate
 from thinwire.optim.rest import AdamW, Rest, State
 from thinwire.reducers import Dense, Reducer
+from thinwire.reducers.basis import Algorithm, check_algorithm, orthonormal_basis
 
 
 def dion_reference(

@@ -24,6 +24,8 @@ from thinwire.recipes import (
     pier,
     pier_fp8,
     post_local_sgd,
+    powersgd,
+    powersgd_fp8,
     slowmo,
     streaming_diloco,
 )
@@ -45,6 +47,8 @@ _RECIPES = {
         int4.RECIPE,
         int4_hadamard.RECIPE,
         int4_loco.RECIPE,
+        powersgd.RECIPE,
+        powersgd_fp8.RECIPE,
         gift_fp8.RECIPE,
         gift_nvfp4.RECIPE,
         gift_int4.RECIPE,

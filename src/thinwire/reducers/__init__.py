@@ -4,8 +4,9 @@ from thinwire.reducers.after import After
 from thinwire.reducers.dense import Dense
 from thinwire.reducers.feedback import LoCo
 from thinwire.reducers.local import Local
+from thinwire.reducers.low_rank import LowRank
 from thinwire.reducers.quantized import Quantized
 from thinwire.reducers.reducer import BoundReducer, Reducer
 from thinwire.reducers.routed import Routed
 
-__all__ = ["After", "BoundReducer", "Dense", "LoCo", "Local", "Quantized", "Reducer", "Routed"]
+__all__ = ["After", "BoundReducer", "Dense", "LoCo", "Local", "LowRank", "Quantized", "Reducer", "Routed"]

@@ -31,7 +31,7 @@ from thinwire.reducers.reducer import (
 
 
 class BoundAlone:
-    """What a lossy reducer is in a world of one rank; `memory`: what it keeps on more."""
+    """What a lossy reducer is in a world of one rank; `memory`: what it keeps on more, of `kept` (None: all)."""
 
     replicas: Literal["identical", "drift"] = "identical"
 
@@ -41,11 +41,13 @@ class BoundAlone:
         device: torch.device,
         *,
         memory: LoCo | None,
+        kept: Sequence[Slot] | None = None,
         coordinates: Coordinates | None = None,
     ) -> None:
         self._slots = {slot.name: slot for slot in slots}
         self._device = device
-        self._keeps = memory is not None
+        remembered = [] if memory is None else slots if kept is None else kept
+        self._kept = {slot.name: slot for slot in remembered}
         self._share = 1.0 - memory.beta if memory is not None else 1.0  # residual / what is owed
         self._coordinates = coordinates
         self._reductions = 0
@@ -94,7 +96,7 @@ class BoundAlone:
     def state_dict(self) -> State:
         self.settle()
         state = new_state(self._reductions)
-        for name, slot in self._slots.items() if self._keeps else ():
+        for name, slot in self._kept.items():
             owed = self._owed.get(name)
             residual = (
                 torch.zeros(slot.shape, dtype=torch.float32, device=self._device)
@@ -108,7 +110,7 @@ class BoundAlone:
 
     def load_state_dict(self, state: State) -> None:
         reductions = reductions_in(state)
-        residuals = residuals_in(state, self._slots if self._keeps else {})
+        residuals = residuals_in(state, self._kept)
         self.settle()
         load_coordinates(self._coordinates, state)
         if self._coordinates is not None:

@@ -100,7 +100,7 @@ class BoundRouted:
             part.begin()
 
     def all_reduce(self, named: Mapping[str, Tensor], *, weight: float = 1.0) -> Future[None]:
-        return _both(
+        return both(
             [part.all_reduce(mine, weight=weight) for part, mine in self._shares(named) if mine], self._wire
         )
 
@@ -112,7 +112,7 @@ class BoundRouted:
             for part, mine in self._shares(named)
             if mine
         ]
-        return _both(futures, self._wire)
+        return both(futures, self._wire)
 
     def finite(self) -> bool:
         return all(part.finite() for part in self._parts.each())
@@ -147,13 +147,14 @@ class BoundRouted:
         return [(self._parts["matched"], matched), (self._parts["otherwise"], rest)]
 
 
-def _both(futures: Sequence[Future[None]], wire: Wire) -> Future[None]:
+def both(futures: Sequence[Future[None]], wire: Wire) -> Future[None]:
+    """Done when all are; fails as the first that failed."""
     if len(futures) == 1:
         return futures[0]
     if not futures:
         return done(wire.device)
     on_cuda = wire.device.type == "cuda"
-    both: Future[None] = Future(devices=[wire.device] if on_cuda else [])
+    result: Future[None] = Future(devices=[wire.device] if on_cuda else [])
 
     def finish(_: Future[list[Future[None]]]) -> None:
         """Pass an error on as it is: `then` would wrap it in another type. On CUDA this stream waits for the
@@ -162,9 +163,9 @@ def _both(futures: Sequence[Future[None]], wire: Wire) -> Future[None]:
             for future in futures:
                 future.wait()
         except Exception as error:
-            both.set_exception(error)  # type: ignore[arg-type]  # torch annotates T
+            result.set_exception(error)  # type: ignore[arg-type]  # torch annotates T
         else:
-            both.set_result(torch.empty(0, device=wire.device) if on_cuda else None)  # type: ignore[arg-type]
+            result.set_result(torch.empty(0, device=wire.device) if on_cuda else None)  # type: ignore[arg-type]
 
     collect_all(list(futures)).add_done_callback(finish)
-    return both
+    return result

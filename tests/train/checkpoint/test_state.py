@@ -267,6 +267,13 @@ def test_on_another_world_size_what_is_owed_is_kept_and_shared_equally(
     assert all("was saved on" not in text for _, _, text, _ in loaded[1:]), "rank 0 speaks"
 
 
+@pytest.mark.parametrize("name", ["geometry.weight", "same.residual.bias", "plain"])
+def test_a_parameters_name_does_not_say_what_kind_of_state_it_has(name: str) -> None:
+    for kind in ("residual.", "geometry.", "same."):
+        assert state_module._kind(f"link.matched.{kind}{name}") == kind
+    assert state_module._kind("link.statistics") is None
+
+
 def test_resuming_twice_on_another_world_size_gives_the_same_state(tmp_path: Path) -> None:
     run_ranks(_save_residuals, 2, tmp_path)
     first = [found[3] for found in run_ranks(_load_residuals, 1, tmp_path)]

@@ -40,8 +40,8 @@ from thinwire.train.checkpoint.saved import Saved, json_value
 
 logger = logging.getLogger(__name__)
 
-_RESIDUAL = "residual."  # in the key of an error memory, and
-_GEOMETRY = "geometry."  # of coordinates, which are the same on all ranks
+_RESIDUAL = "residual."  # in the key of an error memory, which is a rank's own, and
+_SAME = ("geometry.", "same.")  # of coordinates and factors, which all ranks hold alike
 _PLACE = ("rank", "world_size")  # whose state it is: known where it is loaded
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -255,13 +255,19 @@ def _check_link(saved: Saved, rows: Mapping[str, Tensor], ranks: Ranks) -> None:
         return
     for key, (shape, dtype) in saved.index.items():
         if key.startswith("link."):
-            if not any(kind in key for kind in (_RESIDUAL, _GEOMETRY)):
+            if _kind(key) is None:
                 raise CheckpointError(
                     f"{saved.name} was saved on {saved.world_size} ranks, now {ranks.size}, "
                     f"and {key} cannot be split anew"
                 )
             if key in rows and (shape[1:], dtype) != (rows[key].shape, rows[key].dtype):
                 saved.compare(key, {key: ((saved.world_size, *rows[key].shape), rows[key].dtype)})
+
+
+def _kind(key: str) -> str | None:
+    """Which of the marks a key of the link has: the first, as what follows may be any parameter's name."""
+    marks = [mark for mark in (_RESIDUAL, *_SAME) if mark in key]
+    return min(marks, key=key.index, default=None)
 
 
 def _share_out(saved: Saved, rows: dict[str, Tensor], ranks: Ranks) -> None:
@@ -276,7 +282,7 @@ def _share_out(saved: Saved, rows: dict[str, Tensor], ranks: Ranks) -> None:
         if key == kept[-1] or sum(tensor.nbytes for tensor in batch.values()) >= _READ_AT_ONCE:
             saved.read(batch)
             for name, old in batch.items():
-                if _GEOMETRY in name:
+                if _kind(name) in _SAME:
                     rows[name].copy_(old[0])
                     continue
                 for row in old:
@@ -290,7 +296,7 @@ def _share_out(saved: Saved, rows: dict[str, Tensor], ranks: Ranks) -> None:
             saved.name,
             saved.world_size,
             ranks.size,
-            sum(_RESIDUAL in key for key in kept),
+            sum(_kind(key) == _RESIDUAL for key in kept),
         )
         if lost:
             logger.warning("%s: no place here for %s, dropped", saved.name, ", ".join(lost))

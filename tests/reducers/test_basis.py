@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.optim.basis import SPREAD, _cholesky, orthonormal_basis
+from thinwire.reducers.basis import SPREAD, _cholesky, orthonormal_basis
 
 
 def tall(condition: float, dtype: torch.dtype = torch.float32, rows: int = 1024, columns: int = 64) -> Tensor:
