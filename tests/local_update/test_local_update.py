@@ -242,8 +242,10 @@ def test_what_does_not_fit_a_model_is_refused_by_name() -> None:
     state = sync.state_dict()
     with pytest.raises(ValueError, match=r"no 'anchor\.head\.weight' of shape \(5, 16\)"):
         sync.load_state_dict({k: v for k, v in state.items() if k != "anchor.head.weight"})
-    with pytest.raises(ValueError, match="the local-update state has fragments"):
+    with pytest.raises(ValueError, match=r"'method': 'DiLoCo', .* expected .*'method': 'StreamingDiLoCo'"):
         tw.local_update(model, inner, STREAMING).load_state_dict(state)
+    with pytest.raises(ValueError, match="the local-update state has fragments"):
+        sync.load_state_dict({**state, "fragments": [["head.weight"]]})
 
 
 def test_a_state_without_its_outer_momentum_or_of_another_outer_optimizer_is_refused_and_nothing_changed() -> None:

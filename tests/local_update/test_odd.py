@@ -86,6 +86,7 @@ def odd(method: Any, wrapped: bool) -> str:
     ended = bits({**weights(model), **dict(model.named_buffers())})
     for name, value in start.items():
         assert torch.equal(getattr(model, name), value)
+    optimizer.step()
     sync.step()
     sync.close()
     sync.close()

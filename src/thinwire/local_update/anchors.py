@@ -36,9 +36,13 @@ class Anchors:
         return sum(anchor.nbytes for anchor in self.tensors) + outer_bytes(self.outer)
 
     def pseudo_gradient(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Anchor - parameter, on the device of the parameters."""
-        kept = self._weights.kept(names)
-        return {name: self._tensors[name].to(self._device) - self._weights[name] for name in kept}
+        """Anchor - parameter, on the device of the parameters; the anchor as the parameter's dtype had it, or what
+        was rounded away then would be taken for progress."""
+        return {name: self._as_parameter(name) - self._weights[name] for name in self._weights.kept(names)}
+
+    def _as_parameter(self, name: str) -> Tensor:
+        anchor = self._tensors[name].to(self._device)
+        return anchor.to(self._weights[name].dtype).to(anchor.dtype)
 
     def move(self, means: Mapping[str, Tensor], settings: Mapping[str, float]) -> None:
         """Take a step of the optimizer along these, with these settings."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,10 +22,15 @@ class Buffers:
     not finite goes back to what was agreed on last. Control traffic.
     """
 
-    def __init__(self, buffers: Mapping[str, Tensor], wire: Wire) -> None:
-        self._buffers = {name: buffer for name, buffer in buffers.items() if local_part(buffer).numel()}
+    def __init__(self, find: Callable[[], Mapping[str, Tensor]], wire: Wire) -> None:
+        self._find = find
         self._wire = wire
         self._agreed = self.copies()
+
+    @property
+    def _buffers(self) -> dict[str, Tensor]:
+        """Those of now: a module may assign new ones, and `model.to(dtype)` does."""
+        return {name: buffer for name, buffer in self._find().items() if local_part(buffer).numel()}
 
     def average(self) -> None:
         """Collective."""

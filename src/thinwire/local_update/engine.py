@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
 
@@ -70,7 +71,9 @@ class LocalUpdate:
         optimizers: Sequence[Optimizer],
         total_steps: int | None,
         inner: Inner | None,
+        frozen: Mapping[str, nn.Parameter],
         resources: ExitStack,
+        method: str,
     ) -> None:
         self.outer = anchors.outer
         """The outer optimizer, of the anchors; a `torch.optim.lr_scheduler` of it counts rounds: step it whenever
@@ -92,6 +95,13 @@ class LocalUpdate:
         self._optimizers = optimizers
         self._total_steps = total_steps
         self._inner = inner
+        self._frozen = frozen
+        self._identity = {
+            "total_steps": total_steps,
+            "method": method,
+            "every": plan.every,
+            "delay": plan.delay,
+        }
         self._resources = resources
         self._sent = [0] * len(fragments)  # after which step
         self._tokens = [0.0] * len(fragments)  # since then
@@ -139,12 +149,16 @@ class LocalUpdate:
         for and applied. `tokens`: how many this rank's step was made of, in all steps or in none; then ranks
         count in the mean by their tokens, which costs one control all-reduce of a float64 number per fragment
         and round. Raises CollectiveError where a rank fails: the model then holds the weights agreed last;
-        RuntimeError after `close()`.
+        RuntimeError after `close()`, or where gradients are to be averaged and no optimizer took a step;
+        ValueError for a parameter that takes gradients now and did not when this was made.
         """
         if self._closed:
             raise RuntimeError("step: this local update was closed; make a new one with tw.local_update")
         if self._weighted not in (None, tokens is not None):
             raise ValueError("step: tokens are given in some steps and not in others")
+        if isinstance(self._inner, Averaged):
+            self._inner.check_averaged()
+        self._check_frozen()
         count = _number_of(tokens)
         self._weighted = tokens is not None
         self.steps += 1
@@ -165,7 +179,10 @@ class LocalUpdate:
 
     def finish(self) -> None:
         """Average what was done since each fragment was sent last, be it less than a round; all ranks then hold
-        the agreed weights. Sends a whole round's bytes unless nothing was done."""
+        the agreed weights. Sends a whole round's bytes unless nothing was done. Raises as `step` does."""
+        if self._closed:
+            raise RuntimeError("finish: this local update was closed; make a new one with tw.local_update")
+        self._check_frozen()
         self._arrive(self._plan.merge)
         if self._alike:
             self._anchors.follow(self._weights.names)
@@ -226,7 +243,7 @@ class LocalUpdate:
             "format_version": FORMAT_VERSION,
             "rank": self._wire.ranks[self._wire.rank],  # in the world: shards differ, too
             "world_size": self._wire.world_size,
-            "total_steps": self._total_steps,
+            **self._identity,
             "steps": self.steps,
             "fragments": list(map(list, self._fragments)),
             "sent": list(self._sent),
@@ -249,7 +266,7 @@ class LocalUpdate:
             "format_version": FORMAT_VERSION,
             "rank": self._wire.ranks[self._wire.rank],  # in the world: shards differ, too
             "world_size": self._wire.world_size,
-            "total_steps": self._total_steps,
+            **self._identity,
         }
         if (there := {key: state.get(key) for key in here}) != here:
             raise ValueError(f"this local-update state is of {there}, expected {here}: load each rank's own")
@@ -258,6 +275,8 @@ class LocalUpdate:
             raise ValueError(
                 f"the local-update state has fragments {state.get('fragments')!r:.200}, not {fragments!r:.200}"
             )
+        if missing := {"steps", "sent", "tokens", "weighted", "inner_lr"} - state.keys():
+            raise ValueError(f"the local-update state has no {min(missing)!r}")
         flying = state.get("in_flight")
         arriving = [] if flying is None else self._weights.kept(self._fragments[flying])
         self._anchors.check(state, arriving)
@@ -290,6 +309,14 @@ class LocalUpdate:
         they are, each rank's its own: average or make them anew before training as one model again."""
         self._closed = True
         self._resources.close()
+
+    def _check_frozen(self) -> None:
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"{name!r} takes gradients now and was frozen when tw.local_update was called: call finish() "
+                    "and close() before unfreezing, and tw.local_update again after"
+                )
 
     # -- a fragment's way ----------------------------------------------------------------------------------
 
@@ -326,6 +353,7 @@ class LocalUpdate:
                 self.steps,
                 flight.fragment,
             )
+            self._reducer.rollback()  # also where this rank's parts are finite
             merge = 0.0
         self._anchors.lead(flight.named, merge)
         with self._rolled_back(tell=False):
@@ -351,9 +379,10 @@ class LocalUpdate:
         settings: Mapping[str, float] = {}
         if self._plan.settings is not None:
             progress = self.steps / self._total_steps if self._total_steps else None
-            settings = self._plan.settings(Moment(progress, self._inner_lr_now(), self._inner_lr, self._alike))
+            inner_lr = self._inner_lr_of_all()
+            settings = self._plan.settings(Moment(progress, inner_lr, self._inner_lr, self._alike))
+            self._inner_lr = inner_lr
         self._anchors.move(means, settings)
-        self._inner_lr = self._inner_lr_now()
 
     @property
     def _alike(self) -> bool:
@@ -370,6 +399,12 @@ class LocalUpdate:
     def _inner_lr_now(self) -> float:
         return float(self._optimizers[0].param_groups[0]["lr"])
 
+    def _inner_lr_of_all(self) -> float:
+        """The largest over the ranks, whose schedulers may differ: outer steps must not."""
+        own = torch.tensor([self._inner_lr_now()], dtype=torch.float64, device=self._wire.device)
+        with self._rolled_back(tell=False):
+            return float(self._wire.control_all_reduce(own, dist.ReduceOp.MAX))
+
     @torch.no_grad()
     def _average_buffers(self) -> None:
         if self._buffers is not None:
@@ -380,7 +415,8 @@ class LocalUpdate:
         """Of this rank in the mean; all ranks' sum to the world size."""
         if not self._weighted:
             return 1.0
-        own = torch.tensor([self._tokens[fragment]], dtype=torch.float64, device=self._wire.device)
+        tokens = torch.tensor([self._tokens[fragment]], dtype=torch.float64, device=self._wire.device)
+        own = self._weights.sum_over_shards(tokens)  # all parts of a model count alike
         total = float(self._wire.control_all_reduce(own.clone()))
         group = float(self._weights.sum_over_group(own))
         return group / total * self._wire.world_size / self._weights.sharers if total else 1.0

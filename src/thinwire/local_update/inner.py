@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from thinwire.collectives import Slot, Wire
 from thinwire.data_parallel.parameters import local_part
 from thinwire.reducers import Local, Reducer
+from thinwire.reducers.local import BoundLocal
 from thinwire.reducers.parts import Parts
 from thinwire.reducers.reducer import BoundReducer, State
 from thinwire.reducers.switch import Switch
@@ -96,6 +97,15 @@ class Averaged:
         self._averaged = False  # in this step
         self._handles = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
 
+    def check_averaged(self) -> None:
+        """Raises RuntimeError where the others wait for this rank's gradients."""
+        if self._parameters and not self._averaged and not isinstance(self.reducer.now, BoundLocal):
+            raise RuntimeError(
+                "step: no optimizer took a step since the last one, and gradients are averaged when it does: the "
+                "other ranks wait for this rank's. Where a step is skipped, as by a GradScaler, all ranks have to "
+                "skip it, and sync.step() too"
+            )
+
     def next_step(self) -> None:
         """The optimizers have taken a step."""
         self._averaged = False
@@ -126,7 +136,9 @@ class Averaged:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """A parameter that this rank did not use counts as a gradient of zeros."""
+        """A parameter that this rank did not use counts as a gradient of zeros, also where no rank did."""
+        if isinstance(self.reducer.now, BoundLocal):
+            return
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -77,6 +77,8 @@ def local_update(
     """
     if not is_configuration(method, Method):
         raise TypeError(f"local_update needs a method such as tw.DiLoCo(), got {method!r:.200}")
+    if not isinstance(sync_buffers, bool):
+        raise TypeError(f"local_update: sync_buffers must be True or False, got {sync_buffers!r}")
     if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
         raise ValueError(f"total_steps must be the steps of the run, got {total_steps!r}")
     plan = method.plan(total_steps)
@@ -97,14 +99,13 @@ def local_update(
         check_same_model(wire, [*slots_of(target.parameters), *_started_equal(target)])
         check_same_method(wire, method)
         _check_same_arguments(wire, refusal, total_steps=total_steps or 0, sync_buffers=sync_buffers)
-        if target.ddp is None:
-            _start_equal(target.module, wire)
+        _start_equal(target, wire)
         inner = _average_gradients(target, plan, optimizers, wire, stack, timeout)
         weights, across = _share(target, plan, wire, stack, timeout)
         return LocalUpdate(
             weights=weights,
             anchors=Anchors(weights, plan.outer, device=wire.device, offload=plan.offload),
-            buffers=Buffers(target.buffers, wire) if sync_buffers else None,
+            buffers=Buffers(lambda: target.buffers, wire) if sync_buffers else None,
             plan=plan,
             fragments=fragments,
             reducer=plan.reducer.bind(weights.slots(), across),
@@ -113,7 +114,9 @@ def local_update(
             optimizers=optimizers,
             total_steps=total_steps,
             inner=inner,
+            frozen={name: p for name, p in target.parameters.items() if not p.requires_grad},
             resources=stack.pop_all(),
+            method=type(method).__name__,
         )
 
 
@@ -273,17 +276,22 @@ def _check_same_arguments(wire: Wire, refusal: Exception | None, **arguments: in
 
 def _started_equal(target: _Target) -> list[Slot]:
     """What `_start_equal` sends."""
-    if target.ddp is not None:
-        return []
-    parameters, buffers = target.module.named_parameters(), target.module.named_buffers()
-    named = [*((f"parameter {n}", p) for n, p in parameters), *((f"buffer {n}", b) for n, b in buffers)]
-    return [Slot(plain_name(name), tuple(local_part(tensor).shape), tensor.dtype) for name, tensor in named]
+    return [Slot(n, tuple(local_part(t).shape), t.dtype) for n, t in _to_start_equal(target).items()]
+
+
+def _to_start_equal(target: _Target) -> dict[str, Tensor]:
+    """Parameters, and buffers of a model without DDP, which has its own rules for them."""
+    named: dict[str, Tensor] = {f"parameter {name}": p for name, p in target.parameters.items()}
+    if target.ddp is None:
+        named |= {f"buffer {name}": buffer for name, buffer in target.buffers.items()}
+    return named
 
 
 @torch.no_grad()
-def _start_equal(module: nn.Module, wire: Wire) -> None:
-    """All ranks start from the parameters and buffers of the first, as under DDP."""
-    for tensor in map(local_part, [*module.parameters(), *module.buffers()]):
+def _start_equal(target: _Target, wire: Wire) -> None:
+    """All ranks start from the parameters and buffers of the first, as under DDP; a DDP model as well, which
+    earlier local updates may have left different on each rank."""
+    for tensor in map(local_part, _to_start_equal(target).values()):
         if tensor.numel():
             whole = tensor.contiguous()
             wire.control_broadcast(whole)

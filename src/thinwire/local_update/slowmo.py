@@ -22,7 +22,8 @@ from thinwire.reducers import Dense, Reducer
 @dataclass(frozen=True)
 class SlowMo:
     """Sends what `reducer` sends of one float32 number per parameter every `every` steps. The inner learning rate
-    is that of the first parameters of the (first) inner optimizer at the end of the round."""
+    is that of the first parameters of the (first) inner optimizer at the end of the round: of all ranks the
+    largest."""
 
     every: int = 12
     """Inner steps of a round (tau)."""

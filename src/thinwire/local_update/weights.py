@@ -34,6 +34,7 @@ class Weights:
     ) -> None:
         self._parameters = {name: p for name, p in parameters.items() if local_part(p).numel()}
         self._group = group if group is not None and group.world_size > 1 else None
+        self._shards = shards
         self._mates = [*shards, self._group] if self._group is not None else list(shards)
         self.open = open_
         """To be called before these are written to: drops what is gathered of them."""
@@ -42,6 +43,12 @@ class Weights:
     def sharers(self) -> int:
         """Ranks that share the work."""
         return self._group.world_size if self._group is not None else 1
+
+    def sum_over_shards(self, value: Tensor) -> Tensor:
+        """Over the ranks that hold other parts of the same weights: control traffic."""
+        for shards in self._shards:
+            value = shards.control_all_reduce(value)
+        return value
 
     def sum_over_group(self, value: Tensor) -> Tensor:
         """Over the ranks that share the work: control traffic."""

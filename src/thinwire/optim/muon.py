@@ -94,10 +94,10 @@ class Muon(MatrixOptimizer):
     gradients, and the model's own averaging must be off (`tw.attach(model, tw.Local())`); with None they were
     averaged already, by DDP or `tw.attach`. Which of both is checked in the first step.
 
-    Sends per step and rank: what `reducer` sends of the gradients, (W-1)/W x 2 bytes per element of the matrices
-    (of `dtype`), a byte of control traffic per parameter. Holds 4 bytes per element of the
-    matrices. Collective to make and to step. Raises TypeError or ValueError for parameters that it cannot
-    move, by name.
+    Sends per step and rank: what `reducer` sends of the gradients, (W-1) x 2 bytes (of `dtype`) per element of the
+    largest share of the matrices, 1/W of all where they are many and alike, and a byte of control traffic per
+    parameter. Holds 4 bytes per element of the matrices. Collective to make and to step. Raises TypeError or
+    ValueError for parameters that it cannot move, by name.
     """
 
     def __init__(

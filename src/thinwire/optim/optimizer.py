@@ -138,7 +138,8 @@ class MatrixOptimizer(Optimizer):
         matrices = [matrix for matrix in self._matrices() if matrix.name in used]
         others = [matrix for matrix in matrices if self._rule.slots(matrix)]
         whole = [matrix for matrix in matrices if not self._rule.slots(matrix)]
-        sent_whole = {name: named[name].grad for name in named if name in used - {m.name for m in others}}
+        alone = used - {matrix.name for matrix in others}
+        sent_whole = {name: named[name].grad for name in named if name in alone}
         arrived = self._average(
             {f"gradient.{name}": grad for name, grad in sent_whole.items() if grad is not None}
         )

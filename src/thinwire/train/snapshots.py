@@ -45,6 +45,7 @@ class Savers:
         if (directory := self._memory_directory) is not None:
             if run.rank == 0 and not config.resume:
                 shutil.rmtree(directory, ignore_errors=True)
+            run.agree([0.0])  # nobody counts files while they are removed
             _check_space(directory, run)
         self.disk = self._saver(checkpoints(out), config.checkpoint.keep)
         self.memory = None if directory is None else self._saver(directory, KEPT)
