@@ -89,7 +89,10 @@ def _attach_ddp(
     check_parameters(ddp.module, parameters)
     trampoline = trampoline_of(ddp, parameters)
     if trampoline.link is not None:
-        raise ValueError("this model has a link already: call its detach() before attaching another reducer")
+        raise ValueError(
+            "this model has a link already: call its detach(), or close() of what tw.local_update returned, "
+            "before attaching another reducer"
+        )
     slots = slots_of(parameters)
     phases = trampoline.phases.setdefault(timeout, {})
     device = device_of(parameters)

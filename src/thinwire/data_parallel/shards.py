@@ -169,7 +169,10 @@ def _check(groups: Mapping[str, Any], trained: Mapping[str, nn.Parameter], names
         raise ValueError("attach: the model's parts are sharded over different ranks: shard all over one mesh")
     for group in groups.values():
         if isinstance(group._reduce_scatter_comm, ReduceScatter):
-            raise ValueError("this model has a link already: call its detach() before attaching another reducer")
+            raise ValueError(
+                "this model has a link already: call its detach(), or close() of what tw.local_update returned, "
+                "before attaching another reducer"
+            )
         for parameter in group.fsdp_params:
             if parameter.fsdp_placement.dim != 0:
                 name = plain_name(names[id(parameter.sharded_param)])

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from thinwire.collectives import Slot, Wire
 from thinwire.data_parallel import attach
-from thinwire.data_parallel.agreement import check_same_method, check_same_model
+from thinwire.data_parallel.agreement import check_same_method, check_same_model, ranks_that_differ
 from thinwire.data_parallel.fsdp import group_along, is_fsdp2, replicate_group, reshard, shard_groups
 from thinwire.data_parallel.parameters import (
     check_parameters,
@@ -291,7 +291,17 @@ def _to_start_equal(target: _Target) -> dict[str, Tensor]:
 def _start_equal(target: _Target, wire: Wire) -> None:
     """All ranks start from the parameters and buffers of the first, as under DDP; a DDP model as well, which
     earlier local updates may have left different on each rank."""
-    for tensor in map(local_part, _to_start_equal(target).values()):
+    named = _to_start_equal(target)
+    if (
+        target.ddp is not None
+        and ranks_that_differ(wire, [p for p in named.values() if p.numel()])
+        and wire.rank == 0
+    ):
+        logger.warning(
+            "the ranks of this DDP model hold different weights, and start from the first's: load a checkpoint "
+            "after tw.local_update, not before"
+        )
+    for tensor in map(local_part, named.values()):
         if tensor.numel():
             whole = tensor.contiguous()
             wire.control_broadcast(whole)

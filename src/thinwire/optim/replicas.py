@@ -67,7 +67,8 @@ class Replicas:
         if not averaged_here and not equal and bool(everywhere.isfinite().all()):
             raise RuntimeError(
                 f"{self._who}: the gradients of the ranks differ: give reducer=tw.Dense(), or let "
-                "DistributedDataParallel or tw.attach average them"
+                "DistributedDataParallel or tw.attach average them; under tw.local_update every rank is alone: "
+                "give replicate=dist.new_group([rank], use_local_synchronization=True)"
             )
 
     def compute_for_each_other(
