@@ -34,6 +34,7 @@ from thinwire.local_update.anchors import Anchors
 from thinwire.local_update.buffers import Buffers
 from thinwire.local_update.inner import Averaged, BoundInnerMean, Inner
 from thinwire.local_update.method import Moment, Plan
+from thinwire.local_update.tokens import Tokens
 from thinwire.local_update.weights import Weights
 from thinwire.reducers.reducer import BoundReducer, State
 
@@ -104,8 +105,7 @@ class LocalUpdate:
         }
         self._resources = resources
         self._sent = [0] * len(fragments)  # after which step
-        self._tokens = [0.0] * len(fragments)  # since then
-        self._weighted: bool | None = None
+        self._tokens = Tokens(len(fragments), weights, wire)
         self._inner_lr = self._inner_lr_now()  # when the last outer step was taken
         self._flight: _Flight | None = None
         self._closed = False
@@ -154,15 +154,11 @@ class LocalUpdate:
         """
         if self._closed:
             raise RuntimeError("step: this local update was closed; make a new one with tw.local_update")
-        if self._weighted not in (None, tokens is not None):
-            raise ValueError("step: tokens are given in some steps and not in others")
         if isinstance(self._inner, Averaged):
             self._inner.check_averaged()
         self._check_frozen()
-        count = _number_of(tokens)
-        self._weighted = tokens is not None
+        self._tokens.count(tokens)
         self.steps += 1
-        self._tokens = [so_far + count for so_far in self._tokens]
         self._settle_who_averages()
         for fragment in self._plan.sending(self.steps):
             if self.steps + self._plan.delay > self._plan.alike:
@@ -247,8 +243,7 @@ class LocalUpdate:
             "steps": self.steps,
             "fragments": list(map(list, self._fragments)),
             "sent": list(self._sent),
-            "tokens": list(self._tokens),
-            "weighted": self._weighted,
+            **self._tokens.state_dict(),
             "inner_lr": self._inner_lr,
         }
         state |= self._anchors.state_dict()
@@ -287,8 +282,8 @@ class LocalUpdate:
         if self._buffers is not None:
             self._buffers.load_state_dict(state)
         self._anchors.load_state_dict(state)
-        self.steps, self._sent, self._tokens = state["steps"], list(state["sent"]), list(state["tokens"])
-        self._weighted, self._inner_lr = state["weighted"], state["inner_lr"]
+        self._tokens.load_state_dict(state)
+        self.steps, self._sent, self._inner_lr = state["steps"], list(state["sent"]), state["inner_lr"]
         self._settle_who_averages()
         self._flight = None
         if flying is not None:
@@ -323,13 +318,14 @@ class LocalUpdate:
     @torch.no_grad()
     def _send(self, fragment: int) -> None:
         with self._rolled_back():
-            weight = self._weight(fragment)
+            weight = self._tokens.weight(fragment)
             named, future = self._anchors.pseudo_gradient(self._fragments[fragment]), None
             if named:  # a rank of a small sharded model may hold nothing of it
                 self._reducer.begin()
                 future = self._reducer.all_reduce(named, weight=weight)
             self._flight = _Flight(fragment, named, future)
-        self._sent[fragment], self._tokens[fragment] = self.steps, 0.0
+        self._sent[fragment] = self.steps
+        self._tokens.sent(fragment)
 
     @torch.no_grad()
     def _arrive(self, merge: float) -> None:
@@ -369,7 +365,8 @@ class LocalUpdate:
             if fine:
                 self._move(moved)
         self._anchors.follow(self._fragments[fragment])
-        self._sent[fragment], self._tokens[fragment] = self.steps, 0.0
+        self._sent[fragment] = self.steps
+        self._tokens.sent(fragment)
 
     def _verdict(self, means: Mapping[str, Tensor]) -> int:
         return FINE if all(bool(mean.isfinite().all()) for mean in means.values()) else NOT_FINITE
@@ -411,16 +408,6 @@ class LocalUpdate:
             with self._rolled_back(tell=False):
                 self._buffers.average()
 
-    def _weight(self, fragment: int) -> float:
-        """Of this rank in the mean; all ranks' sum to the world size."""
-        if not self._weighted:
-            return 1.0
-        tokens = torch.tensor([self._tokens[fragment]], dtype=torch.float64, device=self._wire.device)
-        own = self._weights.sum_over_shards(tokens)  # all parts of a model count alike
-        total = float(self._wire.control_all_reduce(own.clone()))
-        group = float(self._weights.sum_over_group(own))
-        return group / total * self._wire.world_size / self._weights.sharers if total else 1.0
-
     @contextmanager
     def _rolled_back(self, *, tell: bool = True) -> Iterator[None]:
         """If a collective fails in here, the model holds the agreed weights before the caller hears of it.
@@ -448,17 +435,6 @@ class LocalUpdate:
         if self._buffers is not None:
             self._buffers.restore()
         self._weights.spread(self._weights.names)
-
-
-def _number_of(tokens: float | Tensor | None) -> float:
-    """Raises ValueError for what is no number of tokens."""
-    try:
-        count = 0.0 if tokens is None else float(tokens)
-    except (TypeError, ValueError, RuntimeError):
-        count = -1.0
-    if not 0 <= count < float("inf"):
-        raise ValueError(f"step: tokens cannot be {tokens!r}")
-    return count
 
 
 def _under(prefix: str, state: Mapping[str, Any]) -> State:
