@@ -230,9 +230,8 @@ def validate(run: Run) -> float:
     """The mean loss of the validation samples in nats per byte of text, each rank taking its share."""
     count = run.validation_data.num_sequences
     own = list(range(count))[run.rank :: run.world_size]
-    most = (
-        -(-count // run.world_size) if is_in_shards(run.wrapped) else len(own)
-    )  # all ranks take part in each pass
+    # A pass over shards is collective: a rank without samples of its own takes part.
+    most = -(-count // run.world_size) if is_in_shards(run.wrapped) else len(own)
     at_once = max(1, run.config.batch_size // (run.world_size * run.config.accumulation))
     loss_sum, targets = 0.0, 0
     run.model.eval()
