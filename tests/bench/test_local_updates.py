@@ -57,6 +57,7 @@ def test_it_trains_among_nodes_and_goes_on_where_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["diloco-0.9-0.8", "--ranks", "2", "--steps", "50", "--seeds", "1", "--uplink", "20mbit"]
+    arguments += ["--model", "llama-nano", "--lr", "5e-4"]
     arguments += ["--out", str(tmp_path), "--json"]
     assert local_updates.main(arguments) == 0
     first = capsys.readouterr()

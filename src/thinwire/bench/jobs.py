@@ -42,7 +42,7 @@ class Job:
     batch_size: int = TrainConfig.batch_size
     """Sequences per step over all ranks."""
     model: str = ModelConfig.name
-    """A preset."""
+    """A preset, or `char.NAME`."""
     sequence_length: int = DataConfig.sequence_length
     warmup_steps: int | None = None
 

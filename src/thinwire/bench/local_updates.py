@@ -22,13 +22,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from thinwire.bench import char
 from thinwire.bench.jobs import BASELINE, LEAST_STEPS, Job, Trained, plus_minus, run_job, spread
 from thinwire.bench.methods import LOCAL_UPDATES
 from thinwire.bench.network import MAX_RANKS, NetworkUnavailable, emulated_network, parse_rate
 from thinwire.bench.processes import RankFailed
+from thinwire.train.model import PRESETS
 from thinwire.usage import Parser, whole_number
 
-MODEL, SEQUENCE_LENGTH, WARMUP_STEPS = "llama-nano", 64, 50
+SEQUENCE_LENGTH, WARMUP_STEPS = 64, 50
 SEQUENCES_PER_RANK = 4
 TARGETS = (1.01, 1.02)
 """Of ddp's final validation loss with the same seed."""
@@ -74,7 +76,7 @@ def main(argv: list[str]) -> int:
         return 1
     rows = compare(trained, clocks)
     if arguments.json:
-        keys = ("ranks", "seeds", "steps", "lr", "nodes", "rate", "uplink")
+        keys = ("model", "ranks", "seeds", "steps", "lr", "nodes", "rate", "uplink")
         settings = {key: getattr(arguments, key) for key in keys}
         print(json.dumps({**settings, "rows": [asdict(row) for row in rows]}))
     else:
@@ -165,8 +167,18 @@ def _times(row: Row) -> str:
 def _job(method: str, seed: int, arguments: argparse.Namespace) -> Job:
     steps = arguments.steps
     every = steps if arguments.uplink is None else max(1, steps // VALIDATIONS)
-    batch_size = SEQUENCES_PER_RANK * arguments.ranks
-    return Job(method, seed, steps, steps, every, arguments.lr, batch_size, MODEL, SEQUENCE_LENGTH, WARMUP_STEPS)
+    return Job(
+        method,
+        seed,
+        steps,
+        steps,
+        every,
+        arguments.lr,
+        batch_size=SEQUENCES_PER_RANK * arguments.ranks,
+        model=arguments.model,
+        sequence_length=SEQUENCE_LENGTH,
+        warmup_steps=WARMUP_STEPS,
+    )
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -198,7 +210,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default=parse_rate("1gbit"),
         help="with --uplink: limit of each rank's egress and ingress within its node (default 1gbit)",
     )
-    parser.add_argument("--lr", type=float, default=5e-4, help="peak learning rate (default 0.0005)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (default 0.002)")
+    parser.add_argument(
+        "--model",
+        choices=[char.NAME, *PRESETS],
+        default=char.NAME,
+        help=f"{char.NAME}: learned positions, torch's initialization (default); or a preset of thinwire train",
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/bench-local-updates"), help="directory of what was run"
     )

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
+from thinwire.bench import char
 from thinwire.bench.averaging import interface_bytes
 from thinwire.bench.jobs import Job, Trained
 from thinwire.bench.methods import Hooked, attach_method, optimizer_of
 from thinwire.train.config import ModelConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from thinwire.train.data.samples import DataConfig
 from thinwire.train.loop import training_step, validate
+from thinwire.train.model import build_model
 from thinwire.train.progress import Progress
 from thinwire.train.run import assemble
 
@@ -51,7 +53,7 @@ def config_of(job: Job) -> TrainConfig:
         steps=job.horizon,
         batch_size=job.batch_size,
         data=DataConfig(sequence_length=job.sequence_length),
-        model=ModelConfig(name=job.model),
+        model=ModelConfig() if job.model == char.NAME else ModelConfig(name=job.model),
         optimizer=OptimizerConfig(name=optimizer_of(job.method), lr=job.lr),
         schedule=ScheduleConfig(warmup_steps=job.warmup_steps),
     )
@@ -59,7 +61,8 @@ def config_of(job: Job) -> TrainConfig:
 
 def train(job: Job, config: TrainConfig) -> Trained:
     """`job.steps` steps as configured, but with the job's method. Every rank calls this."""
-    run = assemble(config, torch.device("cpu"), attach_method(job.method))
+    build = char.build if job.model == char.NAME else build_model
+    run = assemble(config, torch.device("cpu"), attach_method(job.method), build)
     progress = Progress()
     losses: list[tuple[int, float]] = []
     clock: list[float] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -105,13 +105,18 @@ class Run:
         return _parts(own, self.config.accumulation)
 
 
-def assemble(config: TrainConfig, device: torch.device, attach: Attach = attach_recipe) -> Run:
+def assemble(
+    config: TrainConfig,
+    device: torch.device,
+    attach: Attach = attach_recipe,
+    build: Callable[..., nn.Module] = build_model,
+) -> Run:
     """Build all parts. The default process group is up; every rank calls this with the same configuration."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_data, validation_data = build_data(config.data, seed=config.seed)
     tokenizer = train_data.tokenizer
     vocabulary = Vocabulary(tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id)
-    model = build_model(config.model, vocabulary, seed=config.seed)
+    model = build(config.model, vocabulary, seed=config.seed)
     _all_ranks_agree(config, train_data.corpus_hash, model)
     model.to(device)
     torch.manual_seed(config.seed * 1_000_003 + rank)  # dropout differs between ranks, as samples do
