@@ -98,6 +98,9 @@ class LocalUpdate:
         self._inner = inner
         self._frozen = frozen
         self._identity = {
+            "format_version": FORMAT_VERSION,
+            "rank": wire.ranks[wire.rank],  # in the world: shards differ, too
+            "world_size": wire.world_size,
             "total_steps": total_steps,
             "method": method,
             "every": plan.every,
@@ -236,9 +239,6 @@ class LocalUpdate:
         """
         self.wait()
         state: State = {
-            "format_version": FORMAT_VERSION,
-            "rank": self._wire.ranks[self._wire.rank],  # in the world: shards differ, too
-            "world_size": self._wire.world_size,
             **self._identity,
             "steps": self.steps,
             "fragments": list(map(list, self._fragments)),
@@ -257,14 +257,10 @@ class LocalUpdate:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank. Raises ValueError naming what does not fit."""
-        here = {
-            "format_version": FORMAT_VERSION,
-            "rank": self._wire.ranks[self._wire.rank],  # in the world: shards differ, too
-            "world_size": self._wire.world_size,
-            **self._identity,
-        }
-        if (there := {key: state.get(key) for key in here}) != here:
-            raise ValueError(f"this local-update state is of {there}, expected {here}: load each rank's own")
+        if (there := {key: state.get(key) for key in self._identity}) != self._identity:
+            raise ValueError(
+                f"this local-update state is of {there}, expected {self._identity}: load each rank's own"
+            )
         fragments = list(map(list, self._fragments))
         if state.get("fragments") != fragments:
             raise ValueError(
