@@ -53,7 +53,7 @@ def config_of(job: Job) -> TrainConfig:
         steps=job.horizon,
         batch_size=job.batch_size,
         data=DataConfig(sequence_length=job.sequence_length),
-        model=ModelConfig() if job.model == char.NAME else ModelConfig(name=job.model),
+        model=ModelConfig(name=job.model),
         optimizer=OptimizerConfig(name=optimizer_of(job.method), lr=job.lr),
         schedule=ScheduleConfig(warmup_steps=job.warmup_steps),
     )
